@@ -1,0 +1,82 @@
+"""
+Sparse rollouts for TRL: generate GRPO rollouts with block-sparse attention, train the dense policy, and measure how
+far the two drift apart.
+
+Everything is imported on first use, so that `import sparrow_trl` needs neither torch nor TRL nor vLLM.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from . import acceptance, callbacks, config, rollout, schedule, trainer
+    from .acceptance import (
+        AcceptanceTracker,
+        acceptance_rate,
+        acceptance_rate_from_hidden_states,
+        fit_beta_tail,
+        gather_dense_logprobs,
+        top_k_acceptance_bounds,
+    )
+    from .callbacks import TailAcceptanceCallback
+    from .config import SparseRolloutGRPOConfig
+    from .rollout import SparseVLLMGeneration
+    from .schedule import SparsityScheduleConfig
+    from .trainer import SparseRolloutGRPOTrainer
+
+
+try:
+    __version__ = version("sparrow-trl")
+except PackageNotFoundError:  # a source tree on the path, not installed
+    __version__ = "0.0.0"
+
+__all__ = [
+    "__version__",
+    "AcceptanceTracker",
+    "SparseRolloutGRPOConfig",
+    "SparseRolloutGRPOTrainer",
+    "SparseVLLMGeneration",
+    "SparsityScheduleConfig",
+    "TailAcceptanceCallback",
+    "acceptance_rate",
+    "acceptance_rate_from_hidden_states",
+    "fit_beta_tail",
+    "gather_dense_logprobs",
+    "top_k_acceptance_bounds",
+    "acceptance",
+    "callbacks",
+    "config",
+    "rollout",
+    "schedule",
+    "trainer",
+]
+
+_MODULE_OF = {
+    "AcceptanceTracker": "acceptance",
+    "SparseRolloutGRPOConfig": "config",
+    "SparseRolloutGRPOTrainer": "trainer",
+    "SparseVLLMGeneration": "rollout",
+    "SparsityScheduleConfig": "schedule",
+    "TailAcceptanceCallback": "callbacks",
+    "acceptance_rate": "acceptance",
+    "acceptance_rate_from_hidden_states": "acceptance",
+    "fit_beta_tail": "acceptance",
+    "gather_dense_logprobs": "acceptance",
+    "top_k_acceptance_bounds": "acceptance",
+}
+
+
+def __getattr__(name: str):
+    if name in _MODULE_OF:
+        value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    if name in __all__:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
