@@ -313,7 +313,8 @@ class SparsityScheduleConfig:
             path = Path(source).expanduser()
             is_folder, is_file = path.is_dir(), path.is_file()
         except (OSError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{_short(source)} cannot be a path or a Hub repository id: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{_short(source)} cannot be a path or a Hub repository id: {reason}") from error
         if is_folder:
             path = path / SCHEDULE_NAME
             if not path.is_file():
@@ -507,13 +508,16 @@ class SparsityScheduleConfig:
         if not self.is_dense:
             tables["other layers" if tables else "sparse layers"] = self.top_k_pages
         end = max((len(table) for table in tables.values()), default=16) * self.bin_tokens
+        top = end if self.is_dense else 0
         for label, table in tables.items():
-            edges = [min(index * self.bin_tokens, end) for index in range(len(table))] + [end]
+            edges = [index * self.bin_tokens for index in range(len(table))] + [end]
             pages = [self.sink_pages + top_k + self.recent_pages for top_k in [*table, table[-1]]]
-            ax.step(edges, [count * self.page_size for count in pages], where="post", label=label)
-        ax.plot([0, end], [0, end], color="0.6", linestyle="--", linewidth=1, label="dense", scaley=self.is_dense)
+            budgets = [count * self.page_size for count in pages]
+            ax.step(edges, budgets, where="post", label=label)
+            top = max(top, *budgets)
+        ax.plot([0, end], [0, end], color="0.6", linestyle="--", linewidth=1, label="dense")
         ax.set_xlim(0, end)
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.1 * top)
         ax.set_xlabel("cached length (tokens)")
         ax.set_ylabel("budget (tokens)")
         ax.set_title("Sparsity schedule")
