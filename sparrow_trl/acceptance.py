@@ -318,6 +318,12 @@ class AcceptanceTracker:
         self._pending: list[torch.Tensor] = []
         self._histograms: dict[int, _Histogram] = {}
 
+    def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
+        """Go on under another [`SparsityScheduleConfig`]; what was measured under the last one is dropped."""
+        if schedule != self.schedule:
+            self.schedule = schedule
+            self.reset()
+
     def update(self, lower: torch.Tensor, upper: torch.Tensor, cached_lengths: torch.Tensor) -> None:
         """
         Add probed tokens to the current step.
@@ -494,11 +500,18 @@ class _Histogram:
         self.gap_sum += float(gap.sum())
 
     def quantile(self, q: float) -> float:
-        """Linear interpolation between order statistics, as `numpy.quantile` does, each taken as its cell's mean."""
+        """
+        Linear interpolation between order statistics, as `numpy.quantile` does. The values of a cell are taken as
+        spread evenly and as widely around their mean as the cell allows.
+        """
         position = q * (self.tokens - 1)
         ranks = np.array([math.floor(position), math.ceil(position)])
-        cells = np.searchsorted(self.counts.cumsum(), ranks, side="right")
-        low, high = self.sums[cells] / self.counts[cells]
+        cumulative = self.counts.cumsum()
+        cells = np.searchsorted(cumulative, ranks, side="right")
+        counts = self.counts[cells]
+        means = self.sums[cells] / counts
+        spread = 2 * np.minimum(means - cells / HISTOGRAM_CELLS, (cells + 1) / HISTOGRAM_CELLS - means).clip(min=0)
+        low, high = means + ((ranks - cumulative[cells] + counts + 0.5) / counts - 0.5) * spread
         return float(low + (position - ranks[0]) * (high - low))
 
     def tail_sample(self, max_size: int = 10_000) -> np.ndarray:

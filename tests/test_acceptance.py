@@ -409,6 +409,18 @@ class TestTracker:
         with pytest.raises(ValueError, match="min_tokens"):
             AcceptanceTracker(schedule(), min_tokens=min_tokens)
 
+    def test_another_schedule_starts_anew(self, rng):
+        tracker = AcceptanceTracker(schedule())
+        feed(tracker, *tokens(rng, 1000))
+        before = tracker.end_step()
+        tracker.set_schedule(schedule())
+        assert tracker.metrics().keys() == before.keys()
+        tracker.set_schedule(schedule(top_k_pages=[9], bin_tokens=128))
+        assert tracker.metrics() == {}
+        step = tokens(rng, 1000)
+        feed(tracker, *step)
+        assert tracker.end_step() == pytest.approx(expected_metrics(*step, bin_tokens=128), abs=1e-9)
+
     def test_memory_does_not_grow_with_tokens(self, rng):
         tracker = AcceptanceTracker(schedule())
         sizes = []

@@ -1,0 +1,130 @@
+"""Trainer callbacks for sparse rollouts."""
+
+import io
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .acceptance import AcceptanceTracker
+from .acceptance_report import plot_acceptance, print_acceptance_table
+from .json_files import dump_json_object, read_json_object, write_atomically
+
+
+if TYPE_CHECKING:
+    from .trainer import SparseRolloutGRPOTrainer
+
+
+logger = logging.getLogger(__name__)
+
+STATISTICS_NAME = "acceptance_statistics.json"
+PICTURE_NAME = "acceptance.png"
+
+
+class TailAcceptanceCallback(TrainerCallback):
+    """
+    Keeps the acceptance statistics of a [`SparseRolloutGRPOTrainer`] across checkpoints, and reports them when
+    training ends: a table per bin of cached length, and `acceptance.png` in the output folder.
+
+    The trainer measures and logs; this callback saves the statistics beside each checkpoint
+    (`acceptance_statistics.json`) and loads them when training resumes, so that the report covers the whole
+    run.
+
+    Args:
+        target (`float`, *optional*):
+            Tail acceptance that the report compares with; by default the schedule's `target_acceptance`, else the
+            paper's 0.86.
+
+    Example:
+
+    ```python
+    >>> trainer = SparseRolloutGRPOTrainer(..., callbacks=[TailAcceptanceCallback()])
+    >>> trainer.train()
+    ```
+    """
+
+    def __init__(self, target: float | None = None):
+        self.target = target
+        self._trainer = None
+
+    def attach(self, trainer: "SparseRolloutGRPOTrainer") -> None:
+        """Called by the trainer that this callback is given to; `trainer.acceptance` holds the statistics."""
+        self._trainer = trainer
+
+    @property
+    def tracker(self) -> AcceptanceTracker:
+        """The trainer's statistics ([`AcceptanceTracker`]); complete on the main process."""
+        tracker = getattr(self._trainer, "acceptance", None)
+        if tracker is None:
+            raise ValueError(
+                "`TailAcceptanceCallback` is attached to no trainer that measures acceptance: pass it in the "
+                "`callbacks` of a `SparseRolloutGRPOTrainer`. Other trainers, and `add_callback` after construction, "
+                "do not attach it."
+            )
+        return tracker
+
+    def load_statistics(self, checkpoint: str | Path) -> None:
+        """
+        Continue the statistics of a checkpoint.
+
+        Args:
+            checkpoint (`str` or `pathlib.Path`):
+                Checkpoint folder.
+
+        Raises:
+            ValueError: when the file is damaged or its length bins are not the schedule's.
+        """
+        self.tracker.load_state_dict(read_json_object(Path(checkpoint) / STATISTICS_NAME))
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        tracker = self.tracker
+        if state.global_step == 0 or not state.is_world_process_zero:
+            return
+        # The folder given to `train(resume_from_checkpoint=...)` reaches no callback; the trainer keeps it.
+        candidates = [
+            getattr(self._trainer, "resume_checkpoint", None),
+            args.resume_from_checkpoint,
+            _checkpoint_folder(args, state),
+        ]
+        folders = [Path(folder) for folder in candidates if folder and (Path(folder) / STATISTICS_NAME).is_file()]
+        if not folders:
+            logger.warning(
+                f"No {STATISTICS_NAME} found for the checkpoint of step {state.global_step}: the acceptance report "
+                "will cover only the steps from here on."
+            )
+            return
+        try:
+            self.load_statistics(folders[0])
+        except ValueError as error:
+            logger.warning(
+                f"The acceptance report will cover only the steps from {state.global_step} on, because "
+                f"{folders[0] / STATISTICS_NAME} cannot be continued: {error}"
+            )
+            tracker.reset()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        folder = _checkpoint_folder(args, state)
+        # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
+        if state.is_world_process_zero and folder.is_dir():
+            data = dump_json_object(self.tracker.state_dict(), STATISTICS_NAME)
+            write_atomically(folder / STATISTICS_NAME, data)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if not state.is_world_process_zero:
+            return
+        tracker = self.tracker
+        if not tracker.bin_statistics():
+            logger.warning("No acceptance rate was measured, so there is no acceptance report.")
+            return
+        print_acceptance_table(tracker, self.target)
+        picture = io.BytesIO()
+        plot_acceptance(tracker, state.log_history, self.target).savefig(picture, format="png", dpi=150)
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / PICTURE_NAME, picture.getvalue())
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
