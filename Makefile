@@ -1,0 +1,45 @@
+# The system Python that creates .venv, and what the environment is made for: auto, cpu or gpu.
+PYTHON ?= python3
+DEVICE ?= auto
+
+BIN := .venv/bin
+READY := .venv/ready-$(DEVICE)
+# The launcher asks no questions and warns of no defaults when these are given.
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-kernels quality style docs clean
+
+help:  ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## Create .venv with everything installed (DEVICE=cpu or DEVICE=gpu to choose).
+
+$(READY): pyproject.toml scripts/setup_env.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo 'Python 3.11 or newer is needed, and "$(PYTHON)" is not. Name one with: make PYTHON=python3.11'; exit 1; }
+	@$(PYTHON) scripts/setup_env.py --device $(DEVICE)
+
+demo: setup  ## Train the tiny reasoner with sparse rollouts; results go to outputs/demo.
+	$(LAUNCH) $$(grep -qx cpu .venv/device && echo --cpu) examples/grpo_sparse.py
+
+test: setup  ## Run all tests.
+	$(BIN)/python -m pytest
+
+test-kernels: setup  ## Run the tests of sparrow_attention alone.
+	$(BIN)/python -m pytest kernels/tests
+
+quality: setup  ## Check lint and format.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+style: setup  ## Fix lint and format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup  ## Build the documentation into site/.
+	$(BIN)/python -m mkdocs build
+
+clean:  ## Remove what builds and tests leave; .venv and outputs/ stay.
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find sparrow_trl kernels examples tests scripts -name __pycache__ -type d -exec rm -rf {} +
