@@ -38,7 +38,7 @@ style: setup  ## Fix lint and format.
 	$(BIN)/ruff format .
 
 docs: setup  ## Build the documentation into site/.
-	$(BIN)/python -m mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:  ## Remove what builds and tests leave; .venv and outputs/ stay.
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -133,17 +133,19 @@ def choose_device(requested):
 def create_venv(device):
     """Create `.venv`, anew when it was made for another device or its interpreter no longer runs."""
     if VENV.exists():
-        made_for_device = DEVICE_FILE.exists() and DEVICE_FILE.read_text().strip() == device
-        if made_for_device and PYTHON.exists() and pip("--version", check=False):
+        if not DEVICE_FILE.exists():
+            raise SetupError(f"{VENV} was not made by this script. Move it away and run this again.")
+        if DEVICE_FILE.read_text().strip() == device and PYTHON.exists() and pip("--version", check=False):
             return "kept"
         shutil.rmtree(VENV)
-    has_ensurepip = importlib.util.find_spec("ensurepip") is not None
     VENV.mkdir()
-    run(sys.executable, "-m", "venv", *([] if has_ensurepip else ["--without-pip"]), VENV)
-    if not has_ensurepip:
-        # Debian and Ubuntu package ensurepip apart from Python; the system's pip can do its work.
-        run(sys.executable, "-m", "pip", "--python", PYTHON, "install", "pip")
     DEVICE_FILE.write_text(f"{device}\n")
+    if importlib.util.find_spec("ensurepip"):
+        run(sys.executable, "-m", "venv", VENV)
+    else:
+        # Debian and Ubuntu package ensurepip apart from Python; the system's pip can do its work.
+        run(sys.executable, "-m", "venv", "--without-pip", VENV)
+        run(sys.executable, "-m", "pip", "--python", PYTHON, "install", "pip")
 
 
 def answers(url, seconds=3):
@@ -165,8 +167,10 @@ def answers(url, seconds=3):
             return
         answered.set()
 
-    threading.Thread(target=ask, daemon=True).start()
-    return answered.wait(seconds)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answered.is_set()
 
 
 def install_torch_cpu():

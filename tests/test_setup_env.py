@@ -92,6 +92,39 @@ def test_auto_starts_with_the_cpu_and_then_keeps_the_device(setup_env, venv):
     assert setup_env.choose_device("cpu") == "cpu"
 
 
+def test_an_environment_made_by_someone_else_is_left_alone(setup_env, venv):
+    (venv / "pyvenv.cfg").touch()
+    with pytest.raises(setup_env.SetupError, match="was not made by this script"):
+        setup_env.create_venv("cpu")
+    assert (venv / "pyvenv.cfg").exists()
+
+
+@pytest.mark.parametrize("device, runs", [("gpu", True), ("cpu", False)])
+def test_an_environment_of_another_device_or_that_does_not_run_is_made_anew(
+    setup_env, venv, monkeypatch, device, runs
+):
+    (venv / "device").write_text(f"{device}\n")
+    (venv / "bin").mkdir()
+    (venv / "bin" / "python").touch()
+    monkeypatch.setattr(setup_env, "PYTHON", venv / "bin" / "python")
+    monkeypatch.setattr(setup_env, "pip", lambda *arguments, check: runs)
+    commands = []
+    monkeypatch.setattr(setup_env, "run", lambda *command: commands.append(command))
+    assert setup_env.create_venv("cpu") is None
+    assert commands[0][1:3] == ("-m", "venv")
+    assert sorted(path.name for path in venv.iterdir()) == ["device"]
+    assert (venv / "device").read_text() == "cpu\n"
+
+
+def test_a_working_environment_is_kept(setup_env, venv, monkeypatch):
+    (venv / "device").write_text("cpu\n")
+    (venv / "python").touch()
+    monkeypatch.setattr(setup_env, "PYTHON", venv / "python")
+    monkeypatch.setattr(setup_env, "pip", lambda *arguments, check: True)
+    assert setup_env.create_venv("cpu") == "kept"
+    assert (venv / "python").exists()
+
+
 def test_torch_comes_from_pips_own_configuration_when_that_has_it(setup_env, venv, pip_calls, monkeypatch):
     monkeypatch.setattr(setup_env, "answers", lambda url: pytest.fail("PyTorch's index was asked for nothing"))
     calls, _ = pip_calls
