@@ -1,0 +1,201 @@
+"""Configuration of [`SparseRolloutGRPOTrainer`]: TRL's [`~trl.GRPOConfig`] and what sparse rollouts add to it."""
+
+from dataclasses import dataclass, field
+
+from .versions import check_version
+
+
+check_version("trl")
+
+from trl import GRPOConfig  # noqa: E402
+
+
+# These change the sampler's distribution q after the model, but not the policy's p, so acceptance rates and importance
+# ratios would measure the sampling rule instead of the attention.
+_NEUTRAL_SAMPLING = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0, None),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_tokens": (0,),
+    "logit_bias": (None,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+}
+
+# Set by the trainer for every request.
+_RESERVED_SAMPLING = ("n", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "max_tokens")
+
+
+@dataclass
+class SparseRolloutGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`SparseRolloutGRPOTrainer`].
+
+    It has all the arguments of [`~trl.GRPOConfig`], of which `use_vllm` defaults to `True` here and
+    `vllm_importance_sampling_mode` to `"token_truncate"`, and the following ones.
+
+    Parameters:
+        > Parameters that control the sparse rollouts
+
+        sparsity_schedule (`str`, *optional*):
+            Sparsity schedule of the rollouts: the name of a published preset, a local path or a Hub id. The trainer's
+            `schedule` argument takes an object instead.
+        dense_evaluation (`bool`, *optional*, defaults to `True`):
+            Whether `evaluate()` samples with dense attention. If `False`, it samples like the rollouts.
+        vllm_block_size (`int`, *optional*):
+            Tokens in a block of vLLM's KV cache, a multiple of the schedule's page size. vLLM chooses if unset.
+        vllm_engine_kwargs (`dict` or `str`, *optional*):
+            Further keyword arguments of the `vllm.LLM` that generates the rollouts.
+
+        > Parameters that control the acceptance measurement
+
+        acceptance_probe_fraction (`float`, *optional*, defaults to `0.125`):
+            Share of the sequences of a generation batch whose acceptance rate is measured. `0` turns it off.
+        acceptance_probe_interval (`int`, *optional*, defaults to `1`):
+            Measure at every this many generation batches.
+        acceptance_top_k (`int`, *optional*, defaults to `20`):
+            Most likely tokens of the sampler whose probabilities are compared at each position. The rest of the
+            vocabulary is bounded.
+        acceptance_min_tokens (`int`, *optional*, defaults to `200`):
+            Tokens a bin of cached length needs before its tail counts in `acceptance/tail`.
+
+        > Parameters that control the weight synchronisation check
+
+        weight_sync_check_interval (`int`, *optional*, defaults to `3`):
+            After each of the first three weight synchronisations and then at every this many, the engine's log-probs
+            are compared with the policy's on a few prompts, and training stops if they part. `0` turns it off.
+    """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]
+
+    # Parameters whose default values are overridden from GRPOConfig
+    use_vllm: bool = field(
+        default=True, metadata={"help": "Whether to use vLLM. Sparse rollouts need it, so it must stay `True`."}
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
+        metadata={
+            "help": "Importance sampling correction of the rollouts: `token_truncate` or `token_mask`. The sequence "
+            "modes of TRL drive the weight of long sparse rollouts to zero and are refused."
+        },
+    )
+
+    # Parameters that control the sparse rollouts
+    sparsity_schedule: str | None = field(
+        default=None,
+        metadata={
+            "help": "Sparsity schedule of the rollouts: the name of a published preset, a local path or a Hub id. The "
+            "trainer's `schedule` argument takes an object instead."
+        },
+    )
+    dense_evaluation: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether `evaluate()` samples with dense attention. If `False`, it samples like the rollouts."
+        },
+    )
+    vllm_block_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens in a block of vLLM's KV cache, a multiple of the schedule's page size. vLLM chooses if "
+            "unset."
+        },
+    )
+    vllm_engine_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Further keyword arguments of the `vllm.LLM` that generates the rollouts."},
+    )
+
+    # Parameters that control the acceptance measurement
+    acceptance_probe_fraction: float = field(
+        default=0.125,
+        metadata={
+            "help": "Share of the sequences of a generation batch whose acceptance rate is measured. `0` turns it off."
+        },
+    )
+    acceptance_probe_interval: int = field(
+        default=1, metadata={"help": "Measure at every this many generation batches."}
+    )
+    acceptance_top_k: int = field(
+        default=20,
+        metadata={
+            "help": "Most likely tokens of the sampler whose probabilities are compared at each position. The rest of "
+            "the vocabulary is bounded."
+        },
+    )
+    acceptance_min_tokens: int = field(
+        default=200,
+        metadata={"help": "Tokens a bin of cached length needs before its tail counts in `acceptance/tail`."},
+    )
+
+    # Parameters that control the weight synchronisation check
+    weight_sync_check_interval: int = field(
+        default=3,
+        metadata={
+            "help": "After each of the first three weight synchronisations and then at every this many, the engine's "
+            "log-probs are compared with the policy's on a few prompts, and training stops if they part. `0` turns it "
+            "off."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.use_vllm:
+            raise ValueError(
+                "use_vllm=False: sparse rollouts are generated by vLLM. Leave use_vllm at True, or use TRL's "
+                "GRPOTrainer for dense rollouts with transformers."
+            )
+        if self.vllm_mode != "colocate":
+            raise ValueError(
+                f"vllm_mode={self.vllm_mode!r}: sparse rollouts run in colocate mode, where the trainer can check that "
+                "the engine uses the sparse attention and the policy's weights. Set vllm_mode='colocate'."
+            )
+        if self.vllm_model_impl != "vllm":
+            raise ValueError(
+                f"vllm_model_impl={self.vllm_model_impl!r}: sparse attention needs vLLM's own model implementations. "
+                "Set vllm_model_impl='vllm'."
+            )
+        if self.vllm_importance_sampling_correction and not self.vllm_importance_sampling_mode.startswith("token_"):
+            raise ValueError(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}: a sequence's ratio is the "
+                "product of its tokens' ratios, which goes to zero on long sparse rollouts and silences them. Use "
+                "'token_truncate' or 'token_mask'."
+            )
+        self._check_sampling()
+        for name, lowest, highest in (
+            ("acceptance_probe_fraction", 0, 1),
+            ("acceptance_probe_interval", 1, None),
+            ("acceptance_top_k", 1, None),
+            ("acceptance_min_tokens", 1, None),
+            ("weight_sync_check_interval", 0, None),
+        ):
+            value = getattr(self, name)
+            if not (value >= lowest and (highest is None or value <= highest)):
+                bounds = f"at least {lowest}" if highest is None else f"between {lowest} and {highest}"
+                raise ValueError(f"{name} must be {bounds}, but it is {value}.")
+
+    def _check_sampling(self):
+        generation_kwargs = self.generation_kwargs or {}
+        for name in _RESERVED_SAMPLING:
+            if name in generation_kwargs:
+                raise ValueError(
+                    f"generation_kwargs[{name!r}] is set by the trainer. Remove it"
+                    + (" and use the `temperature` argument." if name == "temperature" else ".")
+                )
+        for name, neutral in _NEUTRAL_SAMPLING.items():
+            value = generation_kwargs.get(name, getattr(self, name, neutral[0]))
+            if value not in neutral:
+                raise ValueError(
+                    f"{name}={value!r} changes the sampler's distribution but not the policy's, so acceptance rates "
+                    f"and importance ratios would be biased. Leave {name} at {neutral[0]!r}; use `temperature` to "
+                    "sharpen both."
+                )
+        if self.vllm_structured_outputs_regex is not None:
+            raise ValueError(
+                "vllm_structured_outputs_regex restricts the sampler's distribution but not the policy's, so "
+                "acceptance rates and importance ratios would be biased. Remove it and check the format in the reward."
+            )

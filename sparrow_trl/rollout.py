@@ -1,0 +1,425 @@
+"""Rollout generation with block-sparse attention: TRL's [`VLLMGeneration`] with a sparse engine inside.
+
+It differs from the stock class in four places: the engine it builds (the policy's dtype, the schedule, the sparse
+backend), the log-probs it hands back (always the sampled token's, and a share of the sequences with the sampler's most
+likely tokens beside them), the weights it sends (adapters merged into copies), and a check that they arrived.
+"""
+
+import copy
+import logging
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from .versions import check_version
+
+
+check_version("trl")
+check_version("vllm")
+
+import torch  # noqa: E402
+from accelerate.utils import is_peft_model  # noqa: E402
+from trl.generation import vllm_generation  # noqa: E402
+from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.logprobs import Logprob  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from .schedule import SparsityScheduleConfig  # noqa: E402
+from .vllm_plugin import register  # noqa: E402
+
+
+logger = logging.getLogger(__name__)
+
+# Mean absolute difference of log-probs on the same prompt tokens above which the engine's weights are not the policy's.
+# Rounding alone gives below 1e-5 in float32 and up to 2e-2 in bfloat16; a missed update of a tied head gives 0.4.
+WEIGHT_SYNC_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+WEIGHT_SYNC_CHECK_PROMPTS = 2
+WEIGHT_SYNC_CHECK_TOKENS = 128
+
+# Engine settings that the rollout class decides itself.
+_RESERVED_ENGINE_KWARGS = ("additional_config", "attention_backend", "block_size", "dtype", "logprobs_mode", "model")
+
+
+@contextmanager
+def swapped(owner, name: str, value):
+    """Replace `owner.name` by `value` inside the context: for the two classes that TRL builds without a hook."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@dataclass
+class RolloutProbe:
+    """The sampler's most likely tokens along one completion.
+
+    Args:
+        row (`int`): Index of the sequence in the local batch.
+        prompt_length (`int`): Tokens in its prompt.
+        token_ids (`torch.Tensor` of shape `[completion_length, top_k]`): Most likely tokens, most likely first.
+        logprobs (`torch.Tensor` of shape `[completion_length, top_k]`):
+            Their log-probs under the sparse sampler, after temperature, float32.
+        sampled_ids (`torch.Tensor` of shape `[completion_length]`): Sampled tokens.
+        sampled_logprobs (`torch.Tensor` of shape `[completion_length]`): Their log-probs under the sparse sampler.
+    """
+
+    row: int
+    prompt_length: int
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    sampled_ids: torch.Tensor
+    sampled_logprobs: torch.Tensor
+
+
+class RolloutLLM(LLM):
+    """A [`vllm.LLM`] whose `generate` returns the sampled tokens' log-probs and sets some sequences' top log-probs aside.
+
+    Attributes:
+        probe_rows (callable): Maps the number of requests of the next call to the rows to probe.
+        probe_top_k (`int`): Most likely tokens per position of a probed sequence.
+        probes (`dict[int, RolloutProbe]`): Probes of the last call, by row.
+        before_generate (callable): Called with the prompts once the engine is ready for them.
+    """
+
+    probe_top_k = 0
+    probes = {}
+
+    @staticmethod
+    def probe_rows(num_rows: int) -> list[int]:
+        return []
+
+    @staticmethod
+    def before_generate(prompts: list[dict]) -> None:
+        pass
+
+    def generate(self, prompts, sampling_params, **kwargs):
+        self.before_generate(prompts)
+        sampling_params.flat_logprobs = True
+        if not sampling_params.stop:
+            sampling_params.detokenize = False  # TRL decodes the token ids itself
+        rows = set(self.probe_rows(len(prompts)))
+        probing_params = sampling_params.clone()
+        probing_params.logprobs = self.probe_top_k
+        outputs = super().generate(
+            prompts, [probing_params if row in rows else sampling_params for row in range(len(prompts))], **kwargs
+        )
+        self.probes = {}
+        for row, request in enumerate(outputs):
+            for completion in request.outputs:
+                if row in rows:
+                    self.probes[row] = _read_probe(row, request, completion)
+                completion.logprobs = _sampled_logprobs(request, completion)
+        return outputs
+
+
+def _sampled_logprobs(request, completion) -> list[dict[int, Logprob]]:
+    """Log-prob of each sampled token, which vLLM stores first at every position, whatever its rank."""
+    flat = completion.logprobs
+    sampled = [flat.logprobs[start] for start in flat.start_indices]
+    for position, (token, logprob) in enumerate(zip(completion.token_ids, sampled, strict=True)):
+        if logprob != logprob:
+            raise RuntimeError(
+                f"The engine returned a NaN log-prob for token {token} at position {position} of the completion of "
+                f"request {request.request_id}. The attention kernel or the weights are broken; nothing was trained "
+                "on this batch."
+            )
+    return [
+        {token: Logprob(logprob=logprob, rank=1)} for token, logprob in zip(completion.token_ids, sampled, strict=True)
+    ]
+
+
+def _read_probe(row: int, request, completion) -> RolloutProbe:
+    flat = completion.logprobs
+    shape = (len(completion.token_ids), -1)
+    # The sampled token comes first and again in its place among the most likely ones.
+    sampled_ids, token_ids = torch.tensor(flat.token_ids).reshape(shape).tensor_split([1], dim=1)
+    sampled_logprobs, logprobs = torch.tensor(flat.logprobs).reshape(shape).tensor_split([1], dim=1)
+    return RolloutProbe(
+        row=row,
+        prompt_length=len(request.prompt_token_ids),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        sampled_ids=sampled_ids.squeeze(1),
+        sampled_logprobs=sampled_logprobs.squeeze(1),
+    )
+
+
+def check_policy(model) -> None:
+    """Refuse, with a `ValueError`, a policy that sparse rollouts cannot serve."""
+    config = model.config
+    text_config = config.get_text_config()
+    if text_config is not config or getattr(config, "vision_config", None) is not None:
+        raise ValueError(
+            f"{config.model_type!r} is a multimodal model. Sparse rollouts support text-only policies; use the "
+            "text-only checkpoint or TRL's GRPOTrainer."
+        )
+    if getattr(model, "is_quantized", False) or getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "The policy is quantised. Sparse rollouts compare the engine's probabilities with the policy's, so both "
+            "must hold the same weights. Load the model without a quantization_config."
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if has_window or layer_types != {"full_attention"}:
+        raise ValueError(
+            f"{config.model_type!r} has layers with another kind of attention ({', '.join(sorted(layer_types))}, "
+            f"sliding_window={getattr(config, 'sliding_window', None)}). Sparse rollouts need full attention in every "
+            "layer."
+        )
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
+        raise ValueError(f"{config.model_type!r} has learned attention sinks, which sparse rollouts do not support.")
+
+
+class SparseVLLMGeneration(VLLMGeneration):
+    """
+    Generates rollouts with a colocated vLLM engine under block-sparse attention.
+
+    Args:
+        schedule ([`SparsityScheduleConfig`]):
+            Sparsity schedule of the rollouts.
+        block_size (`int`, *optional*):
+            Tokens in a block of the engine's KV cache, a multiple of the schedule's page size.
+        engine_kwargs (`dict`, *optional*):
+            Further keyword arguments of [`vllm.LLM`].
+        probe_top_k (`int`, *optional*, defaults to `20`):
+            Most likely tokens per position of a probed sequence.
+        weight_sync_check_interval (`int`, *optional*, defaults to `3`):
+            The engine's weights are checked after each of the first three synchronisations and then at every this
+            many; `0` turns the check off.
+        **kwargs:
+            Arguments of TRL's `VLLMGeneration`.
+
+    Attributes:
+        state ([`vllm_backend.SparseRolloutState`]):
+            What the attention layers share: the schedule and the counters since the start.
+        probe_rows (callable, *optional*):
+            Maps the number of requests of a batch to the rows whose top log-probs are kept. Under tensor parallelism it
+            must give the same rows on every rank.
+        probes (`list[RolloutProbe]`): Probes of the last batch.
+        counters ([`vllm_backend.DecodeCounters`]): What the attention layers read for the last batch.
+    """
+
+    def __init__(
+        self,
+        *args,
+        schedule: SparsityScheduleConfig,
+        block_size: int | None = None,
+        engine_kwargs: dict | None = None,
+        probe_top_k: int = 20,
+        weight_sync_check_interval: int = 3,
+        **kwargs,
+    ):
+        self._initial_schedule = schedule
+        self._block_size = block_size
+        self._engine_kwargs = dict(engine_kwargs or {})
+        self._probe_top_k = probe_top_k
+        self.weight_sync_check_interval = weight_sync_check_interval
+        self.probe_rows = None
+        self.probes = []
+        self._num_syncs = 0
+        self._weights_unchecked = False
+        super().__init__(*args, **kwargs)
+
+    @property
+    def schedule(self) -> SparsityScheduleConfig:
+        """[`SparsityScheduleConfig`]: The schedule in use."""
+        return self.state.schedule
+
+    def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
+        """Use `schedule` from the next `generate` on."""
+        self.state.set_schedule(schedule)
+        self.llm.reset_prefix_cache()  # cached keys of generated tokens depend on the schedule they were made with
+
+    @contextmanager
+    def dense_rollouts(self):
+        """Context in which `generate` attends densely in every layer."""
+        self.state.dense = True
+        self.llm.reset_prefix_cache()
+        try:
+            yield
+        finally:
+            self.state.dense = False
+            self.llm.reset_prefix_cache()
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        """`torch.dtype`: What the policy computes in: autocast's dtype, or that of its weights."""
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        parameter = next(p for p in self.model.parameters() if p.is_floating_point())
+        return autocast.get(self.accelerator.mixed_precision, parameter.dtype)
+
+    def _init_vllm(self):
+        check_policy(self.model)
+        reserved = sorted(set(self._engine_kwargs) & set(_RESERVED_ENGINE_KWARGS))
+        if reserved:
+            raise ValueError(
+                f"vllm_engine_kwargs must not contain {', '.join(reserved)}: the trainer sets them to match the policy "
+                "and the schedule."
+                + (" Use vllm_block_size for the KV block." if "block_size" in reserved else "")
+                + (" The engine takes the dtype the policy computes in." if "dtype" in reserved else "")
+            )
+        page_size = self._initial_schedule.page_size
+        if self._block_size is not None and (self._block_size <= 0 or self._block_size % page_size):
+            raise ValueError(
+                f"vllm_block_size={self._block_size} is not a multiple of the schedule's page_size {page_size}. Use "
+                f"for instance {max(page_size, 32)}, or a schedule with a smaller page."
+            )
+        dtype = self.engine_dtype
+        if not current_platform.is_cpu() and dtype == torch.float32:
+            raise ValueError(
+                "The policy computes in float32, for which vLLM's GPU attention has no kernel. Load it in bfloat16 "
+                "(model_init_kwargs={'dtype': 'bfloat16'}) or train with bf16=True."
+            )
+        if is_peft_model(self.model) and self.accelerator.state.fsdp_plugin is not None:
+            raise ValueError(
+                "A PEFT policy under FSDP is not supported: adapters are merged into copies of whole weights, which "
+                "FSDP shards. Use DDP, or fine-tune all weights."
+            )
+        register()
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # V1 exposes the prompt lengths
+        from . import vllm_backend
+
+        engine_kwargs = {
+            "additional_config": {vllm_backend.ADDITIONAL_CONFIG_KEY: self._initial_schedule.to_dict()},
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_logprobs": max(20, self._probe_top_k),
+            **self._engine_kwargs,
+        }
+        if self._block_size is not None:
+            engine_kwargs["block_size"] = self._block_size
+        if not current_platform.is_cpu():
+            engine_kwargs["attention_backend"] = "CUSTOM"
+        with swapped(vllm_generation, "LLM", partial(RolloutLLM, **engine_kwargs)):
+            super()._init_vllm()
+        (self.state,) = self.llm.collective_rpc(vllm_backend.attach_sparse_rollout)
+        self.llm.probe_top_k = min(self._probe_top_k, self.llm.model_config.get_vocab_size())
+        self.llm.before_generate = self._check_weights_if_due
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        """
+        Generate completions, and probe those that `probe_rows` chooses.
+
+        Args:
+            prompts (`list[list[int]]`): Token ids of each prompt.
+            images (`None`): Not supported.
+            num_generations (`int`): Generations per prompt; `prompts` already holds each prompt that many times.
+            profiler (context manager, *optional*): TRL's profiling context.
+
+        Returns:
+            `tuple`: TRL's `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`.
+        """
+        if images is not None:
+            raise ValueError("Sparse rollouts do not support images in the prompts.")
+        self.llm.probe_rows = self.probe_rows or RolloutLLM.probe_rows
+        before = replace(self.state.counters)
+        prompt_ids, completion_ids, logprobs, token_ids = super().generate(
+            prompts, images, num_generations, profiler=profiler
+        )
+        offset = 0
+        if self.tensor_parallel_size > 1:  # the engine saw the prompts of the whole group
+            offset = torch.distributed.get_rank(group=self.tp_group) * len(prompts)
+        local = range(offset, offset + len(prompts))
+        self.probes = [replace(probe, row=row - offset) for row, probe in self.llm.probes.items() if row in local]
+        self.counters = self.state.counters.since(before)
+        # TRL reads each completion's last token. An empty one gets the end-of-sequence token, with a log-prob that TRL
+        # treats as unknown.
+        for ids, seq_logprobs, seq_token_ids in zip(completion_ids, logprobs, token_ids, strict=True):
+            if not ids:
+                ids.append(self.processing_class.eos_token_id)
+                seq_logprobs.append([None])
+                seq_token_ids.append(ids[:])
+        return prompt_ids, completion_ids, logprobs, token_ids
+
+    def _iter_named_params(self):
+        """The policy's parameters, with adapters merged into float32 copies so that no weight of it is ever rounded."""
+        if not is_peft_model(self.model):
+            yield from super()._iter_named_params()
+            return
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        tuner_layers = {
+            self._fix_param_name_to_vllm(name.removeprefix("base_model.model.")): module
+            for name, module in self.model.named_modules()
+            if isinstance(module, BaseTunerLayer)
+        }
+        with (
+            swapped(self.model, "merge_adapter", lambda: None),
+            swapped(self.model, "unmerge_adapter", lambda: None),
+        ):
+            for name, param in super()._iter_named_params():
+                layer = tuner_layers.get(name.rpartition(".")[0])
+                if layer is not None and not layer.disable_adapters:
+                    merged = copy.deepcopy(layer).float()
+                    merged.merge()
+                    param = merged.get_base_layer().get_parameter(name.rpartition(".")[2]).data.to(param.dtype)
+                yield name, param
+
+    def sync_weights(self):
+        """Send the policy's weights to the engine."""
+        if current_platform.is_cpu():
+            from . import vllm_backend
+
+            self.llm.collective_rpc(vllm_backend.reload_packed_weights, args=(self._iter_named_params(),))
+            self.llm.reset_prefix_cache()
+        else:
+            super().sync_weights()
+        self._num_syncs += 1
+        self._weights_unchecked = True
+
+    def _check_weights_if_due(self, prompts: list[dict]) -> None:
+        interval = self.weight_sync_check_interval
+        due = interval and (self._num_syncs <= 3 or self._num_syncs % interval == 0)
+        if self._weights_unchecked and due:
+            self.check_weights([prompt["prompt_token_ids"] for prompt in prompts])
+        self._weights_unchecked = False
+
+    @torch.no_grad()
+    def check_weights(self, prompts: list[list[int]]) -> float:
+        """
+        Compare the engine's log-probs with the policy's on prompt tokens, which both attend to densely.
+
+        Args:
+            prompts (`list[list[int]]`): Token ids of prompts; the first two are used, up to 128 tokens of each.
+
+        Returns:
+            `float`: Mean absolute difference of the log-probs.
+
+        Raises:
+            RuntimeError: If the difference says that the engine's weights are not the policy's.
+        """
+        prompts = [ids[:WEIGHT_SYNC_CHECK_TOKENS] for ids in prompts if len(ids) > 1][:WEIGHT_SYNC_CHECK_PROMPTS]
+        if not prompts:
+            return 0.0
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
+        outputs = LLM.generate(self.llm, [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        differences = []
+        # Dropout must be off, and a policy may keep some of its modules in evaluation mode.
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            for ids, output in zip(prompts, outputs, strict=True):
+                input_ids = torch.tensor([ids], device=self.accelerator.device)
+                with self.accelerator.autocast():
+                    logits = self.model(input_ids=input_ids, use_cache=False).logits[0, :-1]
+                policy = logits.float().log_softmax(-1).gather(-1, input_ids[0, 1:, None]).squeeze(-1)
+                engine = torch.tensor(output.prompt_logprobs.logprobs, device=policy.device)
+                differences.append((engine - policy).abs())
+        finally:
+            for module in training:
+                module.training = True
+        difference = torch.cat(differences).mean().item()
+        tolerance = WEIGHT_SYNC_TOLERANCE[self.engine_dtype]
+        if not difference <= tolerance:
+            raise RuntimeError(
+                f"After weight synchronisation {self._num_syncs} the engine's log-probs differ from the policy's by "
+                f"{difference:.2g} on average over {sum(map(len, differences))} prompt tokens (at most {tolerance} in "
+                f"{self.engine_dtype}). The rollouts would come from other weights than those being trained, so "
+                "training stops here. Check that the engine's model is the policy's and that no other code writes the "
+                "engine's weights."
+            )
+        return difference

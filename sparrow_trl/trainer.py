@@ -1,0 +1,300 @@
+"""GRPO on sparse rollouts: TRL's [`~trl.GRPOTrainer`] with the rollout engine swapped and its mismatch measured."""
+
+import logging
+import os
+from contextlib import nullcontext
+
+from .versions import check_version
+
+
+check_version("trl")
+check_version("vllm")
+
+import torch  # noqa: E402
+from accelerate.utils import is_peft_model  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
+from trl.trainer import grpo_trainer  # noqa: E402
+
+from .acceptance import AcceptanceTracker, gather_dense_logprobs, top_k_acceptance_bounds  # noqa: E402
+from .callbacks import TailAcceptanceCallback  # noqa: E402
+from .config import SparseRolloutGRPOConfig  # noqa: E402
+from .rollout import SparseVLLMGeneration, swapped  # noqa: E402
+from .schedule import SCHEDULE_NAME, SparsityScheduleConfig  # noqa: E402
+
+
+logger = logging.getLogger(__name__)
+
+
+class SparseRolloutGRPOTrainer(GRPOTrainer):
+    """
+    Trainer for GRPO on block-sparse rollouts, as in [Sparrow: Sparse Rollout for Stable and Efficient Long-context RL
+    of Large Language Models](https://huggingface.co/papers/2606.08446).
+
+    vLLM generates the rollouts under block-sparse attention whose page budget follows a sparsity schedule; the policy is
+    trained with dense attention. On a share of the sequences the acceptance rate between the two is measured and logged.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from sparrow_trl import SparseRolloutGRPOTrainer
+    from trl.rewards import accuracy_reward
+
+    trainer = SparseRolloutGRPOTrainer(
+        model="Qwen/Qwen3-1.7B",
+        reward_funcs=accuracy_reward,
+        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+        schedule="qwen3-1.7b-0.86",
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Policy, as in [`~trl.GRPOTrainer`]. Text-only, not quantised, with full attention in every layer.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`):
+            Reward functions, as in [`~trl.GRPOTrainer`].
+        args ([`SparseRolloutGRPOConfig`], *optional*):
+            Configuration. If `None`, a default one is used.
+        schedule ([`SparsityScheduleConfig`] or `str`, *optional*):
+            Sparsity schedule of the rollouts: an object, the name of a published preset, a local path or a Hub id. If
+            `None`, `args.sparsity_schedule` is used.
+        **kwargs:
+            Further arguments of [`~trl.GRPOTrainer`]: datasets, processing class, callbacks, optimizers, `peft_config`.
+
+    Attributes:
+        acceptance ([`AcceptanceTracker`]): Statistics of the measured acceptance rates, over all processes.
+    """
+
+    _tag_names = ["trl", "grpo", "sparrow-trl", "sparse-rollout"]
+    _name = "GRPO on sparse rollouts"
+    _paper = {
+        "title": "Sparrow: Sparse Rollout for Stable and Efficient Long-context RL of Large Language Models",
+        "id": "2606.08446",
+        # docstyle-ignore
+        "citation": (
+            "@article{zhou2026sparrow,\n"
+            "    title  = {{Sparrow: Sparse Rollout for Stable and Efficient Long-context RL of Large Language Models}},\n"
+            "    author = {Yang Zhou and Ranajoy Sadhukhan and Zhaofeng Sun and Zhuoming Chen and Souvik Kundu and "
+            "Saket Dingliwal and Sai Muralidhar Jayanthi and Aram Galstyan and Haizhong Zheng and Beidi Chen},\n"
+            "    year   = 2026,\n"
+            "    eprint = {arXiv:2606.08446},\n"
+            "}"
+        ),
+    }
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: SparseRolloutGRPOConfig | None = None,
+        *,
+        schedule: SparsityScheduleConfig | str | None = None,
+        **kwargs,
+    ):
+        for name in ("tools", "rollout_func", "environment_factory", "quantization_config"):
+            if kwargs.get(name):
+                raise ValueError(
+                    f"{name} is not supported with sparse rollouts: the completions would not all come from the "
+                    "sparse engine that the acceptance rate is measured on. Remove it, or use TRL's GRPOTrainer."
+                )
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = SparseRolloutGRPOConfig(f"{name.split('/')[-1]}-GRPO-sparse")
+        if not isinstance(args, SparseRolloutGRPOConfig):
+            raise ValueError(
+                f"args is a {type(args).__name__}, but SparseRolloutGRPOTrainer needs a SparseRolloutGRPOConfig, whose "
+                "defaults suit sparse rollouts. It takes the same arguments."
+            )
+        if schedule is None:
+            schedule = args.sparsity_schedule
+        elif args.sparsity_schedule is not None and args.sparsity_schedule != schedule:
+            raise ValueError(
+                f"The trainer got schedule={schedule!r} and args.sparsity_schedule={args.sparsity_schedule!r}. Give "
+                "one of them."
+            )
+        if schedule is None:
+            raise ValueError(
+                "No sparsity schedule. Pass `schedule` (an object, a preset name such as 'qwen3-1.7b-0.86', a path or "
+                "a Hub id), or set `sparsity_schedule` in the config. SparsityScheduleConfig.dense() gives dense "
+                "rollouts."
+            )
+        schedule = SparsityScheduleConfig.resolve(schedule)
+        self.acceptance = AcceptanceTracker(schedule, min_tokens=args.acceptance_min_tokens)
+        self.resume_checkpoint = None
+        self._probes = []
+        self._sparse_kl = []
+
+        def build_generation(**generation_kwargs):
+            return SparseVLLMGeneration(
+                schedule=schedule,
+                block_size=args.vllm_block_size,
+                engine_kwargs=args.vllm_engine_kwargs,
+                probe_top_k=args.acceptance_top_k,
+                weight_sync_check_interval=args.weight_sync_check_interval,
+                **generation_kwargs,
+            )
+
+        with swapped(grpo_trainer, "VLLMGeneration", build_generation):
+            super().__init__(model, reward_funcs, args, **kwargs)
+
+        if not any(isinstance(callback, TailAcceptanceCallback) for callback in self.callback_handler.callbacks):
+            self.add_callback(TailAcceptanceCallback())
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "attach"):
+                callback.attach(self)
+
+    @property
+    def schedule(self) -> SparsityScheduleConfig:
+        """[`SparsityScheduleConfig`]: The schedule in use. Assign another one to change the rollouts that follow."""
+        return self.vllm_generation.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: SparsityScheduleConfig | str):
+        schedule = SparsityScheduleConfig.resolve(schedule)
+        self.vllm_generation.set_schedule(schedule)
+        self.acceptance.set_schedule(schedule)
+
+    # Rollouts
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        generation = self.vllm_generation
+        training = self.model.training
+        generation.probe_rows = self._choose_probe_rows if training else None
+        with nullcontext() if training or not self.args.dense_evaluation else generation.dense_rollouts():
+            output = super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        self._probes = generation.probes
+        self._log_kept_fraction(generation.counters, "train" if training else "eval")
+        return output
+
+    def _choose_probe_rows(self, num_rows: int) -> list[int]:
+        """Rows of the engine's next batch to probe: a random share, the same on all ranks of a tensor-parallel group."""
+        args = self.args
+        generation_batch = self._step // (args.steps_per_generation * self.num_iterations)
+        if not args.acceptance_probe_fraction or generation_batch % args.acceptance_probe_interval:
+            return []
+        generator = torch.Generator().manual_seed(args.seed + self._step)
+        num_probes = max(1, round(num_rows * args.acceptance_probe_fraction))
+        return sorted(torch.randperm(num_rows, generator=generator)[:num_probes].tolist())
+
+    def _log_kept_fraction(self, counters, mode: str):
+        pages = torch.tensor([counters.kept_pages, counters.cached_pages], device=self.accelerator.device)
+        kept, cached = self.accelerator.gather(pages).view(-1, 2).sum(0).tolist()
+        if cached:
+            self._metrics[mode]["sparsity/kept_fraction"].append(kept / cached)
+
+    # Acceptance
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return output
+        if self._probes:
+            # TRL had no use for the policy's log-probs of this batch, so they are computed for the probed rows only.
+            rows = torch.tensor([probe.row for probe in self._probes], device=output["prompt_ids"].device)
+            for index, probe in enumerate(self._probes):
+                probe.row = index
+            with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+                self._get_per_token_logps_and_entropies(
+                    self.model,
+                    torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)[rows],
+                    torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)[rows],
+                    output["completion_ids"].size(1),
+                    batch_size=self.args.per_device_train_batch_size,
+                )
+        self._log_acceptance()
+        return output
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        # The first forward pass without gradients after a rollout is the dense policy's on that rollout.
+        if not self._probes or model is not self.model or torch.is_grad_enabled():
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        probes, self._probes = self._probes, []
+        hidden_states = {}
+        num_rows = 0
+
+        def keep_probed(module, inputs, output):
+            nonlocal num_rows
+            states = output.last_hidden_state
+            for probe in probes:
+                if num_rows <= probe.row < num_rows + len(states):
+                    start = states.size(1) - logits_to_keep - 1
+                    hidden_states[probe.row] = states[probe.row - num_rows, start : start + len(probe.token_ids)]
+            num_rows += len(states)
+
+        policy = self.accelerator.unwrap_model(model)
+        policy = policy.get_base_model() if is_peft_model(policy) else policy
+        hook = policy.base_model.register_forward_hook(keep_probed)
+        try:
+            output = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        finally:
+            hook.remove()
+        for probe in probes:
+            self._measure_acceptance(
+                probe, policy.get_output_embeddings(), hidden_states[probe.row], output[0][probe.row]
+            )
+        return output
+
+    def _measure_acceptance(self, probe, lm_head, hidden_states, policy_logprobs):
+        """Compare one probed completion's sampler with the dense policy, from the second token on."""
+        length = len(probe.token_ids)
+        if length < 2:  # the first token comes from the dense prefill
+            return
+        with torch.no_grad(), self.accelerator.autocast():
+            token_ids = torch.cat([probe.sampled_ids[:, None], probe.token_ids], dim=1).to(hidden_states.device)
+            dense = gather_dense_logprobs(
+                hidden_states, lm_head.weight, token_ids, self.temperature, bias=lm_head.bias
+            )
+        sampled, dense = dense[:, 0], dense[:, 1:]
+        # TRL scores the sampled tokens from the same hidden states; a head that scales or caps its logits shows here.
+        if not torch.allclose(sampled, policy_logprobs[:length].float(), atol=5e-2):
+            raise RuntimeError(
+                "The dense log-probs computed for the acceptance rate differ from those the trainer uses, by "
+                f"{(sampled - policy_logprobs[:length]).abs().max():.2g}. The model transforms its logits in a way "
+                "that is not supported here. Set acceptance_probe_fraction=0 to train without measuring acceptance."
+            )
+        lower, upper = top_k_acceptance_bounds(dense[1:], probe.logprobs[1:].to(dense.device))
+        self.acceptance.update(lower, upper, probe.prompt_length + torch.arange(1, length))
+        log_ratio = sampled[1:] - probe.sampled_logprobs[1:].to(sampled.device)
+        # Schulman's k3 estimator of KL(sparse || dense) on the sampler's tokens.
+        self._sparse_kl.append(log_ratio.exp() - 1 - log_ratio)
+
+    def _log_acceptance(self):
+        kl = torch.cat(self._sparse_kl).double() if self._sparse_kl else torch.zeros(0, dtype=torch.float64)
+        self._sparse_kl = []
+        total = torch.tensor([kl.sum(), len(kl)], dtype=torch.float32, device=self.accelerator.device)
+        total, count = self.accelerator.gather(total).view(-1, 2).sum(0).tolist()
+        metrics = self.acceptance.end_step(self.accelerator)
+        if count:
+            metrics["kl/sparse_dense"] = total / count
+            for start in range(0, self.vllm_generation.state.max_model_len, self.schedule.bin_tokens):
+                if f"acceptance/tail_bin_{start}" in metrics:
+                    metrics[f"sparsity/budget_tokens_bin_{start}"] = self.schedule.budget(start + 1)
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    # Checkpoints
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self.schedule.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.resume_checkpoint = resume_from_checkpoint
+        path = os.path.join(resume_from_checkpoint, SCHEDULE_NAME)
+        if not os.path.exists(path):
+            logger.warning("%s has no %s: rollouts use the schedule given now.", resume_from_checkpoint, SCHEDULE_NAME)
+            return
+        schedule = SparsityScheduleConfig.from_pretrained(path)
+        if schedule != self.schedule:
+            logger.warning("Rollouts use the schedule saved in %s, not the one given now.", resume_from_checkpoint)
+            self.schedule = schedule

@@ -1,0 +1,397 @@
+"""Block-sparse decode attention as vLLM attention backends.
+
+Each backend subclasses a stock one. The stock implementation does all dense work (prompts, dense layers, dense
+rollouts), and the sparse one overwrites the rows of the tokens that attend sparsely: those at positions past their
+request's prompt, also when vLLM recomputes them after a preemption and sends them as a prefill.
+
+What the parts share lives in one [`SparseRolloutState`] per engine: the schedule in use, the prompt lengths and the
+counters. It is found through the engine's `instance_id`, because vLLM builds layers and metadata builders in places that
+share nothing else. An engine without a schedule in its `additional_config` gets the stock classes.
+
+Landmarks are written with the keys, page by physical page, so that prefix caching and preemption need no bookkeeping of
+their own.
+"""
+
+import re
+import weakref
+from dataclasses import dataclass, fields
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from sparrow_attention import page_landmarks, sparse_decode_attention
+
+from .schedule import SparsityScheduleConfig
+
+
+ADDITIONAL_CONFIG_KEY = "sparrow_schedule"
+
+_STATES: "weakref.WeakValueDictionary[str, SparseRolloutState]" = weakref.WeakValueDictionary()
+
+
+@dataclass
+class DecodeCounters:
+    """What the attention layers really read, summed over layers, kv heads and tokens past the prompt.
+
+    Args:
+        kept_pages (`int`): Pages read.
+        cached_pages (`int`): Pages that dense attention would have read.
+        sparse_tokens (`int`): Tokens that attended sparsely, counted once per forward pass.
+        unattributed_tokens (`int`):
+            Tokens of prefills whose prompt length the engine could not tell, attended densely.
+    """
+
+    kept_pages: int = 0
+    cached_pages: int = 0
+    sparse_tokens: int = 0
+    unattributed_tokens: int = 0
+
+    def since(self, earlier: "DecodeCounters") -> "DecodeCounters":
+        """What was counted after `earlier`, a copy of these counters."""
+        return DecodeCounters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+    @property
+    def kept_fraction(self) -> float | None:
+        """`float` or `None`: Share of the cached pages that was read; `None` before the first decoded token."""
+        return self.kept_pages / self.cached_pages if self.cached_pages else None
+
+
+class SparseRolloutState:
+    """What one engine's attention layers, metadata builders and owner share.
+
+    Args:
+        schedule ([`SparsityScheduleConfig`]): Schedule in use.
+        max_model_len (`int`): Longest sequence the engine accepts, in tokens.
+        block_size (`int`): Tokens in a block of the engine's KV cache.
+    """
+
+    def __init__(self, schedule: SparsityScheduleConfig, max_model_len: int, block_size: int):
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.counters = DecodeCounters()
+        # Dense rollouts (evaluation) from a sparse engine: every layer runs the stock implementation.
+        self.dense = False
+        self.prompt_lengths = None
+        self.attention_backend = None
+        self.set_schedule(schedule)
+
+    def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
+        """Change the schedule. The caller resets the prefix cache, since cached keys depend on the old one."""
+        if self.block_size % schedule.page_size:
+            raise ValueError(
+                f"The schedule's page_size {schedule.page_size} does not divide the engine's KV block of "
+                f"{self.block_size} tokens. Choose a page_size that divides it, or a block size that is a multiple of "
+                f"{schedule.page_size}."
+            )
+        self.schedule = schedule
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def top_k(self, layer: int, num_pages: torch.Tensor) -> torch.Tensor:
+        """Pages to keep beside the reserved ones, for rows with `num_pages` pages in `layer`. Shape `[rows]`."""
+        if layer not in self._tables:
+            self._tables[layer] = self.schedule.to_table(self.max_model_len, layer=layer, device=num_pages.device)
+        table = self._tables[layer]
+        return table[num_pages.clamp(max=table.numel() - 1).long()]
+
+    @classmethod
+    def of_engine(cls, vllm_config) -> "SparseRolloutState | None":
+        """State of the engine with `vllm_config`, made at the first call; `None` if it carries no schedule."""
+        record = (vllm_config.additional_config or {}).get(ADDITIONAL_CONFIG_KEY)
+        if record is None:
+            return None
+        state = _STATES.get(vllm_config.instance_id)
+        if state is None:
+            state = cls(
+                SparsityScheduleConfig.from_dict(record),
+                max_model_len=vllm_config.model_config.max_model_len,
+                block_size=vllm_config.cache_config.block_size,
+            )
+            _STATES[vllm_config.instance_id] = state
+        return state
+
+
+def attach_sparse_rollout(worker) -> SparseRolloutState:
+    """Connect a vLLM worker's sparse attention layers with its table of prompt lengths, and return their state.
+
+    The metadata that vLLM hands to attention backends does not say where a request's prompt ends, and a request that
+    is resumed after a preemption comes back as one long prefill.
+
+    Raises:
+        RuntimeError: If an attention layer of the worker does not run the sparse implementation.
+    """
+    runner = worker.model_runner
+    state = SparseRolloutState.of_engine(worker.vllm_config)
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    impls = {name: layer.impl for name, layer in layers.items() if hasattr(layer, "impl")}
+    stock = {name: type(impl).__name__ for name, impl in impls.items() if not isinstance(impl, SparseDecodeMixin)}
+    if state is None or stock or not impls:
+        raise RuntimeError(
+            "The engine does not run the sparse attention backend, so its rollouts would be dense without a word. "
+            f"Layers with another implementation: {stock or 'all'}. Check that the package's vLLM plug-in is "
+            "installed and that VLLM_PLUGINS does not exclude it."
+        )
+    if not hasattr(runner, "input_batch"):
+        raise RuntimeError(
+            f"{type(runner).__module__}.{type(runner).__name__} has no `input_batch` to read prompt lengths from. Set "
+            "VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+    state.attention_backend = ", ".join(sorted({type(impl).__name__ for impl in impls.values()}))
+    state.prompt_lengths = lambda num_rows: runner.input_batch.num_prompt_tokens_cpu_tensor[:num_rows]
+    return state
+
+
+@dataclass
+class SparseRows:
+    """The tokens of a batch that attend sparsely, in the order of the batch.
+
+    Args:
+        tokens (`torch.Tensor` of shape `[rows]`): Index of each token in the flat batch.
+        block_table (`torch.Tensor` of shape `[rows, max_blocks]`): Physical KV blocks of each token's request.
+        seq_lens (`torch.Tensor` of shape `[rows]`): Cached length at each token, its own key included.
+        cover_batch (`bool`): Whether no other token is in the batch.
+    """
+
+    tokens: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cover_batch: bool
+
+
+def find_sparse_rows(common, state: SparseRolloutState) -> SparseRows | None:
+    """Find the tokens past their request's prompt in a batch described by a `CommonAttentionMetadata`."""
+    num_rows = common.num_reqs
+    starts = common.query_start_loc_cpu[: num_rows + 1].long()
+    query_lens = starts.diff()
+    seq_lens = common.seq_lens[:num_rows].cpu().long()
+    if state.prompt_lengths is not None:
+        prompt_lengths = state.prompt_lengths(num_rows).long()
+    else:
+        prefilling = query_lens > 1 if common.is_prefilling is None else common.is_prefilling[:num_rows].cpu()
+        prompt_lengths = torch.where(prefilling, seq_lens, torch.zeros_like(seq_lens))
+        state.counters.unattributed_tokens += int(query_lens[prefilling].sum())
+    requests = torch.repeat_interleave(torch.arange(num_rows), query_lens)
+    lengths = (seq_lens - query_lens - starts[:-1])[requests] + torch.arange(len(requests)) + 1
+    tokens = torch.nonzero(lengths > prompt_lengths[requests]).squeeze(1)
+    if not len(tokens):
+        return None
+    state.counters.sparse_tokens += len(tokens)
+    device = common.block_table_tensor.device
+    return SparseRows(
+        tokens=tokens.to(device),
+        block_table=common.block_table_tensor[requests[tokens].to(device)],
+        seq_lens=lengths[tokens].to(device),
+        cover_batch=len(tokens) == len(requests),
+    )
+
+
+class SparseDecodeMixin:
+    """Block-sparse decode on top of a stock vLLM attention implementation.
+
+    A subclass names the stock class and says how to reach plain keys and values (`plain_cache`).
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.attn_type != AttentionType.DECODER:
+            raise ValueError(f"Sparse rollouts support decoder attention only, not {self.attn_type!r}.")
+        if self.sliding_window not in (-1, (-1, -1)):
+            raise ValueError(
+                "Sparse rollouts do not support sliding-window attention: a window already limits what is read. Use a "
+                "model whose layers all attend to the whole context."
+            )
+        if self.sinks is not None:
+            raise ValueError("Sparse rollouts do not support models with learned attention sinks.")
+        if self.alibi_slopes is not None or self.logits_soft_cap:
+            raise ValueError("Sparse rollouts support neither ALiBi biases nor soft-capped attention logits.")
+        if self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"Sparse rollouts need the KV cache in the model's dtype, not kv_cache_dtype={self.kv_cache_dtype!r}. "
+                "Leave kv_cache_dtype at 'auto'."
+            )
+        self.state = SparseRolloutState.of_engine(get_current_vllm_config())
+        self.landmarks = None
+        self._layer_index = None
+
+    def plain_cache(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the model computed them, each `[blocks, kv_heads, block_size, head_dim]`."""
+        raise NotImplementedError
+
+    def _layer(self, layer) -> int:
+        if self._layer_index is None:
+            self._layer_index = int(re.search(r"\.(\d+)\.", layer.layer_name).group(1))
+        return self._layer_index
+
+    def _landmark_storage(self, key_cache: torch.Tensor) -> torch.Tensor:
+        """Landmarks of every physical page, `[blocks, kv_heads, pages_in_block, landmarks_per_page, head_dim]`."""
+        schedule = self.state.schedule
+        blocks, kv_heads, block_size, head_dim = key_cache.shape
+        shape = (blocks, kv_heads, block_size // schedule.page_size, schedule.landmarks_per_page, head_dim)
+        dtype = torch.float8_e4m3fn if schedule.landmark_dtype == "fp8_e4m3" else key_cache.dtype
+        if self.landmarks is None or self.landmarks.shape != shape or self.landmarks.dtype != dtype:
+            # A change of page structure comes with an empty prefix cache, so no landmark is lost.
+            self.landmarks = torch.empty(shape, dtype=dtype, device=key_cache.device)
+        return self.landmarks
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        key_cache, _ = self.plain_cache(kv_cache)
+        schedule = self.state.schedule
+        block_size, page_size = key_cache.shape[2], schedule.page_size
+        # A page gets its landmarks when its last token is written: vLLM writes every request's tokens in order.
+        full = slot_mapping[(slot_mapping >= 0) & (slot_mapping % page_size == page_size - 1)].long()
+        block, page = full // block_size, full % block_size // page_size
+        pages = key_cache.unflatten(2, (-1, page_size))[block, :, page]
+        landmarks = self._landmark_storage(key_cache)
+        landmarks[block, :, page] = page_landmarks(pages, schedule.landmarks_per_page, dtype=landmarks.dtype)
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        rows = getattr(attn_metadata, "sparse_rows", None)
+        if rows is None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        schedule, counters = self.state.schedule, self.state.counters
+        num_pages = (rows.seq_lens + schedule.page_size - 1) // schedule.page_size
+        cached_pages = int(num_pages.sum()) * self.num_kv_heads
+        counters.cached_pages += cached_pages
+        if schedule.is_dense_layer(self._layer(layer)):
+            counters.kept_pages += cached_pages
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        if not rows.cover_batch:
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        key_cache, value_cache = self.plain_cache(kv_cache)
+        attended, kept = sparse_decode_attention(
+            query[rows.tokens],
+            key_cache,
+            value_cache,
+            rows.block_table,
+            rows.seq_lens,
+            self.state.top_k(self._layer(layer), num_pages),
+            page_size=schedule.page_size,
+            page_score=schedule.page_score,
+            landmarks_per_page=schedule.landmarks_per_page,
+            sink_pages=schedule.sink_pages,
+            recent_pages=schedule.recent_pages,
+            landmarks=self._landmark_storage(key_cache),
+            scale=self.scale,
+            return_kept=True,
+        )
+        counters.kept_pages += int(kept.sum())
+        output[rows.tokens] = attended.to(output.dtype)
+        return output
+
+
+class SparseMetadataBuilderMixin:
+    """Adds the batch's [`SparseRows`] to the metadata a stock builder makes."""
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.state = SparseRolloutState.of_engine(vllm_config)
+
+    def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        # Metadata is a plain dataclass: the row list rides along and no stock field changes meaning.
+        metadata.sparse_rows = None if self.state.dense else find_sparse_rows(common_attn_metadata, self.state)
+        return metadata
+
+
+class SparseCPUAttentionImpl(SparseDecodeMixin, CPUAttentionBackendImpl):
+    """Sparse decode on the CPU.
+
+    The stock key cache is packed for the machine's instruction set, so this class keeps a plain copy of both caches.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._plain = None
+
+    def plain_cache(self, kv_cache):
+        blocks, kv_heads, block_size, _ = kv_cache.shape
+        if self._plain is None or self._plain.shape[1] != blocks:
+            shape = (2, blocks, kv_heads, block_size, self.head_size)
+            self._plain = torch.empty(shape, dtype=kv_cache.dtype)
+        return self._plain[0], self._plain[1]
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        written = slot_mapping >= 0
+        slots = slot_mapping[written].long()
+        key_cache, value_cache = self.plain_cache(kv_cache)
+        block, offset = slots // key_cache.shape[2], slots % key_cache.shape[2]
+        num_tokens = len(slot_mapping)
+        key_cache[block, :, offset] = key[:num_tokens][written]
+        value_cache[block, :, offset] = value[:num_tokens][written]
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+
+class SparseCPUMetadataBuilder(SparseMetadataBuilderMixin, CPUAttentionMetadataBuilder):
+    """CPU metadata with sparse rows."""
+
+
+class SparseCPUAttentionBackend(CPUAttentionBackend):
+    """Takes the place of vLLM's `CPU_ATTN`; engines without a schedule get the stock classes."""
+
+    @staticmethod
+    def get_impl_cls():
+        if SparseRolloutState.of_engine(get_current_vllm_config()) is None:
+            return CPUAttentionBackend.get_impl_cls()
+        return SparseCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls():
+        if SparseRolloutState.of_engine(get_current_vllm_config()) is None:
+            return CPUAttentionBackend.get_builder_cls()
+        return SparseCPUMetadataBuilder
+
+
+def reload_packed_weights(worker, weights) -> None:
+    """Load `(name, tensor)` pairs into a CPU engine, whose linear layers keep packed copies of their weights.
+
+    vLLM's `reload_weights` packs every layer again except a language-model head that shares the embedding's weight.
+    """
+    worker.model_runner.reload_weights(weights_iterator=weights)
+    for module in worker.model_runner.model.modules():
+        if isinstance(module, ParallelLMHead):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+if current_platform.is_cuda():
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionBackend,
+        FlashAttentionImpl,
+        FlashAttentionMetadataBuilder,
+    )
+
+    class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
+        """Sparse decode on the GPU, reading FlashAttention's own cache."""
+
+        def plain_cache(self, kv_cache):
+            return kv_cache.split(self.head_size, dim=-1)
+
+    class SparseFlashAttentionMetadataBuilder(SparseMetadataBuilderMixin, FlashAttentionMetadataBuilder):
+        """FlashAttention's metadata with sparse rows."""
+
+        # The rows of a batch are found on the host, so a captured graph would replay stale ones.
+        _cudagraph_support = AttentionCGSupport.NEVER
+
+    class SparseFlashAttentionBackend(FlashAttentionBackend):
+        """Registered as vLLM's `CUSTOM` backend, which an engine has to ask for."""
+
+        @staticmethod
+        def get_name() -> str:
+            return "CUSTOM"
+
+        @staticmethod
+        def get_impl_cls():
+            return SparseFlashAttentionImpl
+
+        @staticmethod
+        def get_builder_cls():
+            return SparseFlashAttentionMetadataBuilder
