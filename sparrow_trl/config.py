@@ -151,8 +151,8 @@ class SparseRolloutGRPOConfig(GRPOConfig):
             )
         if self.vllm_mode != "colocate":
             raise ValueError(
-                f"vllm_mode={self.vllm_mode!r}: sparse rollouts run in colocate mode, where the trainer can check that "
-                "the engine uses the sparse attention and the policy's weights. Set vllm_mode='colocate'."
+                f"vllm_mode={self.vllm_mode!r}: sparse rollouts run in colocate mode, where the trainer can check "
+                "that the engine uses the sparse attention and the policy's weights. Set vllm_mode='colocate'."
             )
         if self.vllm_model_impl != "vllm":
             raise ValueError(

@@ -10,7 +10,6 @@ import logging
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 from .versions import check_version
 
@@ -32,8 +31,8 @@ from .vllm_plugin import register  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-# Mean absolute difference of log-probs on the same prompt tokens above which the engine's weights are not the policy's.
-# Rounding alone gives below 1e-5 in float32 and up to 2e-2 in bfloat16; a missed update of a tied head gives 0.4.
+# Mean absolute difference of log-probs on the same prompt tokens above which the engine's weights are not the
+# policy's. Rounding gives below 1e-5 in float32 and up to 2e-2 in bfloat16; a missed update of a tied head gives 0.4.
 WEIGHT_SYNC_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 WEIGHT_SYNC_CHECK_PROMPTS = 2
@@ -77,7 +76,7 @@ class RolloutProbe:
 
 
 class RolloutLLM(LLM):
-    """A [`vllm.LLM`] whose `generate` returns the sampled tokens' log-probs and sets some sequences' top log-probs aside.
+    """A [`vllm.LLM`] whose `generate` returns the sampled tokens' log-probs and keeps some sequences' most likely ones.
 
     Attributes:
         probe_rows (callable): Maps the number of requests of the next call to the rows to probe.
@@ -198,8 +197,8 @@ class SparseVLLMGeneration(VLLMGeneration):
         state ([`vllm_backend.SparseRolloutState`]):
             What the attention layers share: the schedule and the counters since the start.
         probe_rows (callable, *optional*):
-            Maps the number of requests of a batch to the rows whose top log-probs are kept. Under tensor parallelism it
-            must give the same rows on every rank.
+            Maps the number of requests of a batch to the rows whose top log-probs are kept. Under tensor parallelism
+            it must give the same rows on every rank.
         probes (`list[RolloutProbe]`): Probes of the last batch.
         counters ([`vllm_backend.DecodeCounters`]): What the attention layers read for the last batch.
     """
@@ -258,8 +257,8 @@ class SparseVLLMGeneration(VLLMGeneration):
         reserved = sorted(set(self._engine_kwargs) & set(_RESERVED_ENGINE_KWARGS))
         if reserved:
             raise ValueError(
-                f"vllm_engine_kwargs must not contain {', '.join(reserved)}: the trainer sets them to match the policy "
-                "and the schedule."
+                f"vllm_engine_kwargs must not contain {', '.join(reserved)}: the trainer sets them to match the "
+                "policy and the schedule."
                 + (" Use vllm_block_size for the KV block." if "block_size" in reserved else "")
                 + (" The engine takes the dtype the policy computes in." if "dtype" in reserved else "")
             )
@@ -294,7 +293,8 @@ class SparseVLLMGeneration(VLLMGeneration):
             engine_kwargs["block_size"] = self._block_size
         if not current_platform.is_cpu():
             engine_kwargs["attention_backend"] = "CUSTOM"
-        with swapped(vllm_generation, "LLM", partial(RolloutLLM, **engine_kwargs)):
+        # TRL's arguments are literals; those given here win.
+        with swapped(vllm_generation, "LLM", lambda **kwargs: RolloutLLM(**{**kwargs, **engine_kwargs})):
             super()._init_vllm()
         (self.state,) = self.llm.collective_rpc(vllm_backend.attach_sparse_rollout)
         self.llm.probe_top_k = min(self._probe_top_k, self.llm.model_config.get_vocab_size())
@@ -336,7 +336,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         return prompt_ids, completion_ids, logprobs, token_ids
 
     def _iter_named_params(self):
-        """The policy's parameters, with adapters merged into float32 copies so that no weight of it is ever rounded."""
+        """The policy's parameters, adapters merged in float32 copies so that no weight of it is ever rounded."""
         if not is_peft_model(self.model):
             yield from super()._iter_named_params()
             return

@@ -31,8 +31,9 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
     Trainer for GRPO on block-sparse rollouts, as in [Sparrow: Sparse Rollout for Stable and Efficient Long-context RL
     of Large Language Models](https://huggingface.co/papers/2606.08446).
 
-    vLLM generates the rollouts under block-sparse attention whose page budget follows a sparsity schedule; the policy is
-    trained with dense attention. On a share of the sequences the acceptance rate between the two is measured and logged.
+    vLLM generates the rollouts under block-sparse attention whose page budget follows a sparsity schedule; the policy
+    is trained with dense attention. On a share of the sequences the acceptance rate between the two is measured and
+    logged.
 
     Example:
 
@@ -61,7 +62,8 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             Sparsity schedule of the rollouts: an object, the name of a published preset, a local path or a Hub id. If
             `None`, `args.sparsity_schedule` is used.
         **kwargs:
-            Further arguments of [`~trl.GRPOTrainer`]: datasets, processing class, callbacks, optimizers, `peft_config`.
+            Further arguments of [`~trl.GRPOTrainer`]: datasets, processing class, callbacks, optimizers and
+            `peft_config`.
 
     Attributes:
         acceptance ([`AcceptanceTracker`]): Statistics of the measured acceptance rates, over all processes.
@@ -75,7 +77,8 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         # docstyle-ignore
         "citation": (
             "@article{zhou2026sparrow,\n"
-            "    title  = {{Sparrow: Sparse Rollout for Stable and Efficient Long-context RL of Large Language Models}},\n"
+            "    title  = {{Sparrow: Sparse Rollout for Stable and Efficient Long-context RL of Large Language "
+            "Models}},\n"
             "    author = {Yang Zhou and Ranajoy Sadhukhan and Zhaofeng Sun and Zhuoming Chen and Souvik Kundu and "
             "Saket Dingliwal and Sai Muralidhar Jayanthi and Aram Galstyan and Haizhong Zheng and Beidi Chen},\n"
             "    year   = 2026,\n"
@@ -104,8 +107,8 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             args = SparseRolloutGRPOConfig(f"{name.split('/')[-1]}-GRPO-sparse")
         if not isinstance(args, SparseRolloutGRPOConfig):
             raise ValueError(
-                f"args is a {type(args).__name__}, but SparseRolloutGRPOTrainer needs a SparseRolloutGRPOConfig, whose "
-                "defaults suit sparse rollouts. It takes the same arguments."
+                f"args is a {type(args).__name__}, but SparseRolloutGRPOTrainer needs a SparseRolloutGRPOConfig, "
+                "whose defaults suit sparse rollouts. It takes the same arguments."
             )
         if schedule is None:
             schedule = args.sparsity_schedule
@@ -171,7 +174,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         return output
 
     def _choose_probe_rows(self, num_rows: int) -> list[int]:
-        """Rows of the engine's next batch to probe: a random share, the same on all ranks of a tensor-parallel group."""
+        """A random share of the engine's next batch to probe, the same on all ranks of a tensor-parallel group."""
         args = self.args
         generation_batch = self._step // (args.steps_per_generation * self.num_iterations)
         if not args.acceptance_probe_fraction or generation_batch % args.acceptance_probe_interval:

@@ -1,4 +1,4 @@
-"""The versions of TRL and vLLM whose internals this package overrides, and the check that they are the installed ones."""
+"""The versions of TRL and vLLM whose internals this package overrides, and the check that these are installed."""
 
 from importlib.metadata import PackageNotFoundError, version
 

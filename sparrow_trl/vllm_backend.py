@@ -5,11 +5,11 @@ rollouts), and the sparse one overwrites the rows of the tokens that attend spar
 request's prompt, also when vLLM recomputes them after a preemption and sends them as a prefill.
 
 What the parts share lives in one [`SparseRolloutState`] per engine: the schedule in use, the prompt lengths and the
-counters. It is found through the engine's `instance_id`, because vLLM builds layers and metadata builders in places that
-share nothing else. An engine without a schedule in its `additional_config` gets the stock classes.
+counters. It is found through the engine's `instance_id`, because vLLM builds layers and metadata builders in places
+that share nothing else. An engine without a schedule in its `additional_config` gets the stock classes.
 
-Landmarks are written with the keys, page by physical page, so that prefix caching and preemption need no bookkeeping of
-their own.
+Landmarks are written with the keys, page by physical page, so that prefix caching and preemption need no bookkeeping
+of their own.
 """
 
 import re
@@ -25,7 +25,6 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 
