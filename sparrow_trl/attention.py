@@ -1,9 +1,9 @@
 """
 Block-sparse attention inside a transformers model: what the sparse rollouts attended to, for the model being trained.
 
-The attention is registered with transformers under the name [`SPARSE_ATTENTION`]. [`sparse_attention_context`] switches
-a model to it; a model is never loaded with it. What a forward pass needs to know travels as a keyword argument from
-the backbone down to every attention layer, so that it is still there when gradient checkpointing runs a layer again.
+The attention is registered with transformers under the name [`SPARSE_ATTENTION`], and [`sparse_attention_context`]
+switches a model to it. What a forward pass needs to know travels as a keyword argument from the backbone down to every
+attention layer, so that it is still there when gradient checkpointing runs a layer again.
 """
 
 import functools
@@ -110,6 +110,12 @@ def sparse_attention_context(
             raise ValueError(
                 f"`prompt_lengths` has shape {list(prompt_lengths.shape)}, but the batch has {len(starts)} rows."
             )
+        if inputs.get("position_ids") is None:
+            # The engine counts positions from the first real token. Attention alone would not tell, but landmarks are
+            # rounded to their dtype after the rotary embedding.
+            last = inputs["attention_mask"].shape[-1] if inputs.get("attention_mask") is not None else int(lengths[0])
+            column = torch.arange(last, device=starts.device)
+            kwargs["position_ids"] = (column - starts[:, None]).clamp(min=0)
         return args, {**kwargs, "sparse_forward": SparseForward(schedule, row_prompts, starts, lengths)}
 
     def check_layers(module, args, kwargs, output):
