@@ -4,7 +4,7 @@ DEVICE ?= auto
 
 BIN := .venv/bin
 READY := .venv/ready-$(DEVICE)
-# The launcher asks no questions and warns of no defaults when these are given.
+# Given in full, so that no `accelerate config` of the user changes what runs.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
