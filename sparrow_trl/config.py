@@ -1,6 +1,8 @@
 """Configuration of [`SparseRolloutGRPOTrainer`]: TRL's [`~trl.GRPOConfig`] and what sparse rollouts add to it."""
 
 from dataclasses import dataclass, field
+from math import inf
+from numbers import Integral, Real
 
 from .versions import check_version
 
@@ -24,10 +26,20 @@ _NEUTRAL_SAMPLING = {
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
+    "trace_decode_token_ids": (None,),
 }
 
 # Set by the trainer for every request.
-_RESERVED_SAMPLING = ("n", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "max_tokens")
+_RESERVED_SAMPLING = (
+    "n",
+    "temperature",
+    "logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "max_tokens",
+)
 
 
 @dataclass
@@ -159,26 +171,48 @@ class SparseRolloutGRPOConfig(GRPOConfig):
                 f"vllm_model_impl={self.vllm_model_impl!r}: sparse attention needs vLLM's own model implementations. "
                 "Set vllm_model_impl='vllm'."
             )
-        if self.vllm_importance_sampling_correction and not self.vllm_importance_sampling_mode.startswith("token_"):
+        if self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode not in (
+            "token_truncate",
+            "token_mask",
+        ):
             raise ValueError(
                 f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}: a sequence's ratio is the "
                 "product of its tokens' ratios, which goes to zero on long sparse rollouts and silences them. Use "
                 "'token_truncate' or 'token_mask'."
             )
+        if (self.model_init_kwargs or {}).get("quantization_config") is not None:
+            raise ValueError(
+                "model_init_kwargs['quantization_config'] quantises the policy, but acceptance rates and importance "
+                "ratios need the engine and the policy to hold the same weights. Remove it."
+            )
+        if not isinstance(self.vllm_engine_kwargs, (dict, type(None))):
+            raise ValueError(
+                f"vllm_engine_kwargs must be a dict, or a string with a JSON object, but it is "
+                f"{self.vllm_engine_kwargs!r}."
+            )
         self._check_sampling()
-        for name, lowest, highest in (
-            ("acceptance_probe_fraction", 0, 1),
-            ("acceptance_probe_interval", 1, None),
-            ("acceptance_top_k", 1, None),
-            ("acceptance_min_tokens", 1, None),
-            ("weight_sync_check_interval", 0, None),
+        for name, kind, lowest, highest in (
+            ("vllm_block_size", Integral, 1, inf),
+            ("acceptance_probe_fraction", Real, 0, 1),
+            ("acceptance_probe_interval", Integral, 1, inf),
+            ("acceptance_top_k", Integral, 1, inf),
+            ("acceptance_min_tokens", Integral, 1, inf),
+            ("weight_sync_check_interval", Integral, 0, inf),
         ):
             value = getattr(self, name)
-            if not (value >= lowest and (highest is None or value <= highest)):
-                bounds = f"at least {lowest}" if highest is None else f"between {lowest} and {highest}"
-                raise ValueError(f"{name} must be {bounds}, but it is {value}.")
+            if name == "vllm_block_size" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind) or not lowest <= value <= highest:
+                noun = "an integer" if kind is Integral else "a number"
+                bounds = f"of at least {lowest}" if highest == inf else f"between {lowest} and {highest}"
+                raise ValueError(f"{name} must be {noun} {bounds}, but it is {value!r}.")
 
     def _check_sampling(self):
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature={self.temperature}: the policy's logits are divided by it. Use a small positive "
+                "temperature for nearly greedy rollouts."
+            )
         generation_kwargs = self.generation_kwargs or {}
         for name in _RESERVED_SAMPLING:
             if name in generation_kwargs:

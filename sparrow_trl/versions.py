@@ -1,5 +1,6 @@
 """The versions of TRL and vLLM whose internals this package overrides, and the check that these are installed."""
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -26,8 +27,8 @@ def check_version(package: str) -> None:
     wanted = f">={'.'.join(map(str, lowest))},<{'.'.join(map(str, bound))}"
     found = installed_version(package)
     if found is not None:
-        release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-        if lowest <= release < bound:
+        release = re.match(r"(\d+)\.(\d+)", found)
+        if release and lowest <= tuple(map(int, release.groups())) < bound:
             return
     state = "is not installed" if found is None else f"has version {found}"
     alternatives = " or ".join(f"`pip install '{name}{wanted}'`" for name in _DISTRIBUTIONS[package])
