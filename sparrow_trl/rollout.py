@@ -39,7 +39,20 @@ WEIGHT_SYNC_CHECK_PROMPTS = 2
 WEIGHT_SYNC_CHECK_TOKENS = 128
 
 # Engine settings that the rollout class decides itself.
-_RESERVED_ENGINE_KWARGS = ("additional_config", "attention_backend", "block_size", "dtype", "logprobs_mode", "model")
+_RESERVED_ENGINE_KWARGS = (
+    "additional_config",
+    "attention_backend",
+    "block_size",
+    "distributed_executor_backend",
+    "dtype",
+    "enable_sleep_mode",
+    "logprobs_mode",
+    "model",
+    "model_impl",
+    "quantization",
+    "speculative_config",
+    "tensor_parallel_size",
+)
 
 
 @contextmanager
@@ -76,7 +89,7 @@ class RolloutProbe:
 
 
 class RolloutLLM(LLM):
-    """A [`vllm.LLM`] whose `generate` returns the sampled tokens' log-probs and keeps some sequences' most likely ones.
+    """A [`vllm.LLM`] whose `generate` returns sampled tokens' log-probs and keeps some sequences' most likely ones.
 
     Attributes:
         probe_rows (callable): Maps the number of requests of the next call to the rows to probe.
@@ -172,6 +185,44 @@ def check_policy(model) -> None:
         )
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
         raise ValueError(f"{config.model_type!r} has learned attention sinks, which sparse rollouts do not support.")
+    if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
+        raise ValueError(
+            f"{config.model_type!r} is a mixture of experts. transformers and vLLM store the experts' weights under "
+            "different names, so the engine would not get those that are trained. Use a dense model."
+        )
+    if is_peft_model(model) and model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"The policy uses {model.active_peft_config.peft_type}, whose virtual tokens the engine does not see. Use "
+            "LoRA, or fine-tune all weights."
+        )
+
+
+def check_engine_arguments(
+    schedule: SparsityScheduleConfig, block_size: int | None = None, engine_kwargs: dict | None = None
+) -> None:
+    """Refuse, with a `ValueError`, settings with which no sparse engine can be built.
+
+    Args:
+        schedule ([`SparsityScheduleConfig`]): Sparsity schedule of the rollouts.
+        block_size (`int`, *optional*): Tokens in a block of the engine's KV cache.
+        engine_kwargs (`dict`, *optional*): Further keyword arguments of [`vllm.LLM`].
+    """
+    reserved = sorted(set(engine_kwargs or {}) & set(_RESERVED_ENGINE_KWARGS))
+    if reserved:
+        raise ValueError(
+            f"vllm_engine_kwargs must not contain {', '.join(reserved)}: the trainer sets them from its arguments, "
+            "the policy and the schedule."
+            + (" Use vllm_block_size for the KV block." if "block_size" in reserved else "")
+            + (" The engine takes the dtype the policy computes in." if "dtype" in reserved else "")
+        )
+    # vLLM's CPU kernels read keys in groups of 32, and every page size is a power of two.
+    unit = max(schedule.page_size, 32 if current_platform.is_cpu() else 1)
+    if block_size is not None and (block_size <= 0 or block_size % unit):
+        raise ValueError(
+            f"vllm_block_size={block_size} is not a multiple of {unit}, as the schedule's page_size "
+            f"{schedule.page_size} and vLLM's kernels need it. Use for instance {max(unit, 32)}, or a schedule with a "
+            "smaller page."
+        )
 
 
 class SparseVLLMGeneration(VLLMGeneration):
@@ -213,6 +264,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         weight_sync_check_interval: int = 3,
         **kwargs,
     ):
+        check_engine_arguments(schedule, block_size, engine_kwargs)
         self._initial_schedule = schedule
         self._block_size = block_size
         self._engine_kwargs = dict(engine_kwargs or {})
@@ -254,20 +306,6 @@ class SparseVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self):
         check_policy(self.model)
-        reserved = sorted(set(self._engine_kwargs) & set(_RESERVED_ENGINE_KWARGS))
-        if reserved:
-            raise ValueError(
-                f"vllm_engine_kwargs must not contain {', '.join(reserved)}: the trainer sets them to match the "
-                "policy and the schedule."
-                + (" Use vllm_block_size for the KV block." if "block_size" in reserved else "")
-                + (" The engine takes the dtype the policy computes in." if "dtype" in reserved else "")
-            )
-        page_size = self._initial_schedule.page_size
-        if self._block_size is not None and (self._block_size <= 0 or self._block_size % page_size):
-            raise ValueError(
-                f"vllm_block_size={self._block_size} is not a multiple of the schedule's page_size {page_size}. Use "
-                f"for instance {max(page_size, 32)}, or a schedule with a smaller page."
-            )
         dtype = self.engine_dtype
         if not current_platform.is_cpu() and dtype == torch.float32:
             raise ValueError(

@@ -12,6 +12,8 @@ check_version("vllm")
 
 import torch  # noqa: E402
 from accelerate.utils import is_peft_model  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import ProcessorMixin  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
@@ -19,11 +21,44 @@ from trl.trainer import grpo_trainer  # noqa: E402
 from .acceptance import AcceptanceTracker, gather_dense_logprobs, top_k_acceptance_bounds  # noqa: E402
 from .callbacks import TailAcceptanceCallback  # noqa: E402
 from .config import SparseRolloutGRPOConfig  # noqa: E402
-from .rollout import SparseVLLMGeneration, swapped  # noqa: E402
+from .rollout import SparseVLLMGeneration, check_engine_arguments, check_policy, swapped  # noqa: E402
 from .schedule import SCHEDULE_NAME, SparsityScheduleConfig  # noqa: E402
 
 
 logger = logging.getLogger(__name__)
+
+
+def check_text_only(processing_class, *datasets) -> None:
+    """Refuse, with a `ValueError`, a processor and datasets with images.
+
+    Args:
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+            Processing class of the trainer.
+        *datasets ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+            Datasets of the trainer. Of the prompts only the first is looked at.
+    """
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"processing_class is a {type(processing_class).__name__}, which prepares more than text. Sparse rollouts "
+            "support text only; pass the tokenizer."
+        )
+    for group in datasets:
+        for dataset in group.values() if isinstance(group, dict) else [group]:
+            images = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
+            if images:
+                raise ValueError(
+                    f"The dataset has the column {images.pop()!r}. Sparse rollouts support text only; remove the "
+                    "column, or use TRL's GRPOTrainer."
+                )
+            prompt = dataset[0].get("prompt") if isinstance(dataset, Dataset) and len(dataset) else None
+            for message in prompt if isinstance(prompt, list) else ():
+                parts = message["content"] if isinstance(message["content"], list) else ()
+                kinds = {part["type"] for part in parts} - {"text"}
+                if kinds:
+                    raise ValueError(
+                        f"The dataset's prompts have content of type {kinds.pop()!r}. Sparse rollouts support text "
+                        "only; use TRL's GRPOTrainer."
+                    )
 
 
 class SparseRolloutGRPOTrainer(GRPOTrainer):
@@ -96,12 +131,17 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         schedule: SparsityScheduleConfig | str | None = None,
         **kwargs,
     ):
-        for name in ("tools", "rollout_func", "environment_factory", "quantization_config"):
+        for name in ("tools", "rollout_func", "environment_factory"):
             if kwargs.get(name):
                 raise ValueError(
                     f"{name} is not supported with sparse rollouts: the completions would not all come from the "
                     "sparse engine that the acceptance rate is measured on. Remove it, or use TRL's GRPOTrainer."
                 )
+        if kwargs.get("quantization_config"):
+            raise ValueError(
+                "quantization_config is not supported with sparse rollouts: acceptance rates and importance ratios "
+                "need the engine and the policy to hold the same weights. Remove it."
+            )
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = SparseRolloutGRPOConfig(f"{name.split('/')[-1]}-GRPO-sparse")
@@ -124,6 +164,11 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
                 "rollouts."
             )
         schedule = SparsityScheduleConfig.resolve(schedule)
+        # All this before TRL creates the output folder.
+        check_engine_arguments(schedule, args.vllm_block_size, args.vllm_engine_kwargs)
+        check_text_only(kwargs.get("processing_class"), kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        if not isinstance(model, str):
+            check_policy(model)
         self.acceptance = AcceptanceTracker(schedule, min_tokens=args.acceptance_min_tokens)
         self.resume_checkpoint = None
         self._probes = []
@@ -139,7 +184,17 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
                 **generation_kwargs,
             )
 
-        with swapped(grpo_trainer, "VLLMGeneration", build_generation):
+        create_model = grpo_trainer.create_model_from_path
+
+        def create_policy(*args, **kwargs):
+            model = create_model(*args, **kwargs)
+            check_policy(model)
+            return model
+
+        with (
+            swapped(grpo_trainer, "create_model_from_path", create_policy),
+            swapped(grpo_trainer, "VLLMGeneration", build_generation),
+        ):
             super().__init__(model, reward_funcs, args, **kwargs)
 
         if not any(isinstance(callback, TailAcceptanceCallback) for callback in self.callback_handler.callbacks):

@@ -310,6 +310,12 @@ class SparseCPUAttentionImpl(SparseDecodeMixin, CPUAttentionBackendImpl):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if self.head_size not in sizes:
+            raise ValueError(
+                f"The model's attention heads have {self.head_size} dimensions, for which vLLM has no CPU kernel. It "
+                f"has one for {', '.join(map(str, sizes))}. Use another model, or a GPU."
+            )
         self._plain = None
 
     def plain_cache(self, kv_cache):
