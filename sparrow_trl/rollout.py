@@ -312,7 +312,7 @@ class SparseVLLMGeneration(VLLMGeneration):
                 "The policy computes in float32, for which vLLM's GPU attention has no kernel. Load it in bfloat16 "
                 "(model_init_kwargs={'dtype': 'bfloat16'}) or train with bf16=True."
             )
-        if is_peft_model(self.model) and self.accelerator.state.fsdp_plugin is not None:
+        if is_peft_model(self.model) and self._dist.is_fsdp:
             raise ValueError(
                 "A PEFT policy under FSDP is not supported: adapters are merged into copies of whole weights, which "
                 "FSDP shards. Use DDP, or fine-tune all weights."
