@@ -7,8 +7,8 @@ import pytest
 @pytest.fixture(scope="session")
 def sparrow_attention():
     """
-    The package under test: a kernel build when `LOCAL_KERNELS=<org>/sparrow-attention=<folder>` names one, otherwise the
-    installed package.
+    The package under test: a kernel build where `LOCAL_KERNELS=<org>/sparrow-attention=<folder>` names one, the
+    installed package otherwise.
     """
     for entry in filter(None, os.environ.get("LOCAL_KERNELS", "").split(":")):
         repo_id = entry.partition("=")[0]

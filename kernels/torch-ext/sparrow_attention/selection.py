@@ -55,7 +55,7 @@ def page_landmarks(
     runs = key_pages.float().unflatten(-2, (landmarks_per_page, run_tokens))
     landmarks = sum(runs.unbind(-2)) / run_tokens
     if dtype.itemsize == 1:
-        # A cast to float8_e4m3fn turns what it cannot hold into NaN.
+        # Not every version of torch saturates in a cast to float8_e4m3fn; others make NaN of what it cannot hold.
         landmarks = landmarks.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
     return landmarks.to(dtype)
 

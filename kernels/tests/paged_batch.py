@@ -1,0 +1,78 @@
+"""Random decode batches over a paged cache, in which everything that no one may read is NaN."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class PagedBatch:
+    """
+    A decode step: tensors as [`sparse_decode_attention`] takes them, and `keys[row]`, `values[row]` as arrays of shape
+    `[kv_heads, length, head_dim]`.
+    """
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+    @property
+    def tensors(self):
+        return self.query, self.key_cache, self.value_cache, self.block_table, self.seq_lens
+
+
+def make_batch(
+    lengths, *, kv_heads=2, group=2, head_dim=8, page_size=16, pages_per_block=1, dyadic=False, dtype=None, seed=0
+):
+    """
+    A batch with one row per length.
+
+    With `dyadic=True` all numbers are small multiples of 1/4, for which float32 is exact, and each page repeats one of
+    three runs of keys, so that many pages tie.
+    """
+    generator = np.random.default_rng(seed)
+
+    def numbers(*shape):
+        if dyadic:
+            return generator.integers(-4, 5, shape) / 4
+        return generator.standard_normal(shape).astype(np.float32).astype(np.float64)
+
+    block_size = page_size * pages_per_block
+    blocks_of = [math.ceil(length / block_size) for length in lengths]
+    max_blocks = max([1, *blocks_of]) + 1
+    cache = np.full((2, sum(blocks_of) + 1, kv_heads, block_size, head_dim), np.nan)
+    # Unused entries of a block table are whatever was in memory.
+    block_table = generator.choice([-1, 10**6, 0], (len(lengths), max_blocks))
+    free = generator.permutation(sum(blocks_of) + 1)
+    keys, values = [], []
+    runs = numbers(3, kv_heads, page_size, head_dim)
+    for row, length in enumerate(lengths):
+        if dyadic:
+            pages = generator.integers(0, len(runs), math.ceil(length / page_size))
+            row_keys = np.concatenate([runs[page] for page in pages], axis=1)[:, :length] if length else runs[0][:, :0]
+        else:
+            row_keys = numbers(kv_heads, length, head_dim)
+        row_values = numbers(kv_heads, length, head_dim)
+        blocks, free = free[: blocks_of[row]], free[blocks_of[row] :]
+        block_table[row, : len(blocks)] = blocks
+        for token in range(length):
+            cache[0, blocks[token // block_size], :, token % block_size] = row_keys[:, token]
+            cache[1, blocks[token // block_size], :, token % block_size] = row_values[:, token]
+        keys.append(row_keys)
+        values.append(row_values)
+    dtype = dtype or torch.float32
+    return PagedBatch(
+        query=torch.tensor(numbers(len(lengths), kv_heads * group, head_dim), dtype=dtype),
+        key_cache=torch.tensor(cache[0], dtype=dtype),
+        value_cache=torch.tensor(cache[1], dtype=dtype),
+        block_table=torch.tensor(block_table, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        keys=keys,
+        values=values,
+    )

@@ -1,0 +1,307 @@
+"""The training-side sparse attention inside transformers models."""
+
+import copy
+
+import loop_model
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sparrow_trl.attention import SPARSE_ATTENTION, sparse_attention_context
+from sparrow_trl.schedule import SparsityScheduleConfig
+
+
+# The names that every transformers 5 knows, some of which later ones warn about.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(past_key_values|gradient_checkpointing).*(deprecated|removed):FutureWarning"
+)
+
+SPARSE = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[])
+ALL_PAGES = SparsityScheduleConfig(top_k_pages=[1000], dense_layers=[])
+GROUP_SOFTMAX = SparsityScheduleConfig(
+    top_k_pages=[1, 2], bin_tokens=128, dense_layers=[0], page_score="group_softmax", landmarks_per_page=2
+)
+
+PROMPTS, LENGTHS = torch.tensor([30, 41, 17]), torch.tensor([150, 129, 101])
+
+
+def build_model(architecture="qwen3", **overrides):
+    config_class, model_class = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "mistral": (MistralConfig, MistralForCausalLM),
+    }[architecture]
+    values = dict(
+        vocab_size=59,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        # Large enough for attention to be uneven, so that a dropped page shows.
+        initializer_range=0.3,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    return model_class(config_class(**{**values, **overrides})).eval()
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def model(request):
+    return build_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return build_model()
+
+
+def token_ids(batch=3, tokens=150):
+    return torch.randint(0, 59, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits_of(model, schedule=None, input_ids=None, attention_mask=None, **context):
+    inputs = {"input_ids": token_ids() if input_ids is None else input_ids, "attention_mask": attention_mask}
+    if schedule is None:
+        return model(**inputs).logits
+    with sparse_attention_context(model, schedule, **(context or {"prompt_lengths": PROMPTS})):
+        return model(**inputs).logits
+
+
+def test_dense_schedule_is_the_stock_attention(model):
+    assert torch.equal(logits_of(model, SparsityScheduleConfig.dense()), logits_of(model))
+
+
+# In float64, because in float32 the two stock implementations differ by 1e-5; "eager" takes its softmax in float32.
+@pytest.mark.parametrize(("implementation", "atol"), [("sdpa", 1e-9), ("eager", 1e-5)])
+def test_keeping_all_pages_equals_dense_attention(model, implementation, atol):
+    model, reference = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    reference.set_attn_implementation(implementation)
+    for schedule in (ALL_PAGES, SparsityScheduleConfig.dense()):
+        torch.testing.assert_close(logits_of(model, schedule), logits_of(reference), rtol=0, atol=atol)
+
+
+def test_sparse_differs_after_the_prompt_alone(model):
+    gap = (logits_of(model, SPARSE) - logits_of(model)).abs().amax(-1)
+    for row, prompt_length in enumerate(PROMPTS.tolist()):
+        # Until its 81st token a row has no more pages than one candidate beside the three reserved ones.
+        assert gap[row, : max(prompt_length, 64)].max() < 1e-4
+        assert gap[row, 80:].median() > 1e-2
+
+
+@pytest.mark.parametrize("schedule", [SPARSE, GROUP_SOFTMAX], ids=["mean_query", "group_softmax"])
+def test_equals_the_loop_written_model(model, schedule):
+    ids = token_ids(batch=1)[0].tolist()
+    logits = logits_of(model, schedule, torch.tensor([ids]), prompt_lengths=torch.tensor([20]))[0]
+    expected = torch.tensor(loop_model.sequence_logits(model, model.config, ids, 20, schedule))
+    # Weights in float32 against float64; a page chosen otherwise would show as in the test above.
+    assert (logits - expected).abs().amax(-1).max() < 1e-2
+    assert (logits - expected).abs().mean() < 1e-4
+
+
+def test_layers_follow_their_own_tables(qwen3):
+    only_layer_1 = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[0, 2])
+    by_table = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[], layer_top_k_pages={"0": [1000], "2": [1000]})
+    by_range = SparsityScheduleConfig(top_k_pages=[1000], dense_layers=[], layer_top_k_pages={"1-1": [1]})
+    expected = logits_of(qwen3, only_layer_1)
+    torch.testing.assert_close(logits_of(qwen3, by_table), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits_of(qwen3, by_range), expected, rtol=0, atol=1e-4)
+    for other in (SPARSE, ALL_PAGES):
+        assert (logits_of(qwen3, other) - expected).abs().max() > 0.1
+
+
+def test_follows_the_schedule_by_cached_length(qwen3):
+    # The second bin starts at 8 pages, with token 112.
+    growing = SparsityScheduleConfig(top_k_pages=[0, 1000], bin_tokens=128, dense_layers=[])
+    none = SparsityScheduleConfig(top_k_pages=[0], dense_layers=[])
+    one_layer = build_model(num_hidden_layers=1)
+    gap = (logits_of(one_layer, growing) - logits_of(one_layer, none)).abs().amax(-1)
+    assert gap[:, :112].max() == 0 and gap[:, 112:].median() > 1e-3
+    dense_gap = (logits_of(one_layer, growing) - logits_of(one_layer)).abs().amax(-1)
+    assert dense_gap[:, 112:].max() < 1e-4 and dense_gap[:, 64:112].median() > 1e-3
+
+
+@pytest.mark.parametrize("schedule", [SPARSE, GROUP_SOFTMAX], ids=["mean_query", "group_softmax"])
+def test_padding_changes_nothing(model, schedule):
+    ids = token_ids()
+    position = torch.arange(180)
+    left_starts, both_starts = 180 - LENGTHS, torch.tensor([30, 0, 11])
+    results = []
+    for starts in (left_starts, torch.zeros(3, dtype=torch.long), both_starts):
+        mask = (position >= starts[:, None]) & (position < (starts + LENGTHS)[:, None])
+        padded = torch.zeros(3, 180, dtype=torch.long)
+        padded[mask] = torch.cat([row[:length] for row, length in zip(ids, LENGTHS, strict=True)])
+        logits = logits_of(model, schedule, padded, mask.long())
+        results.append([row[real] for row, real in zip(logits, mask, strict=True)])
+    for row, (left, right, both) in enumerate(zip(*results, strict=True)):
+        alone = logits_of(model, schedule, ids[row : row + 1, : LENGTHS[row]], prompt_lengths=PROMPTS[row : row + 1])[
+            0
+        ]
+        for logits in (left, right, both):
+            torch.testing.assert_close(logits, alone, rtol=0, atol=2e-3)
+
+
+def test_prompt_width_counts_columns(qwen3):
+    # Prompts padded on the left to 41 columns, completions on the right.
+    starts = 41 - PROMPTS
+    position = torch.arange(150)
+    mask = (position >= starts[:, None]).long()
+    mask[1, 140:] = 0
+    expected = logits_of(qwen3, SPARSE, None, mask, prompt_lengths=PROMPTS)
+    assert torch.equal(logits_of(qwen3, SPARSE, None, mask, prompt_width=41), expected)
+    with sparse_attention_context(qwen3, SPARSE, prompt_width=41), torch.no_grad():
+        parts = [
+            qwen3(input_ids=token_ids()[rows], attention_mask=mask[rows]).logits for rows in (slice(0, 2), slice(2, 3))
+        ]
+    torch.testing.assert_close(torch.cat(parts)[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
+
+
+def test_default_attention_mask(qwen3):
+    mask = torch.ones(3, 150, dtype=torch.long)
+    mask[:, :12] = 0
+    schedule = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[1])
+    expected = logits_of(qwen3, schedule, None, mask)
+    with torch.no_grad(), sparse_attention_context(qwen3, schedule, prompt_lengths=PROMPTS, attention_mask=mask):
+        logits = qwen3(token_ids()).logits
+    assert torch.equal(logits, expected)
+
+
+def gradients(model, schedule=GROUP_SOFTMAX, checkpointing=False, backward_inside=True, use_reentrant=False):
+    model = copy.deepcopy(model).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    weights = torch.randn(59, generator=torch.Generator().manual_seed(2))
+    with sparse_attention_context(model, schedule, prompt_lengths=PROMPTS):
+        loss = (model(input_ids=token_ids(), use_cache=False).logits.log_softmax(-1) @ weights).mean()
+        if backward_inside:
+            loss.backward()
+    if not backward_inside:
+        loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(model, backward_inside, use_reentrant):
+    expected, dense = gradients(model), gradients(model, SparsityScheduleConfig.dense())
+    result = gradients(model, GROUP_SOFTMAX, True, backward_inside, use_reentrant)
+    assert result.keys() == expected.keys()
+    for name, gradient in result.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7, msg=name)
+        assert (expected[name] - dense[name]).norm() > 0.01 * dense[name].norm(), name
+
+
+def test_the_model_is_left_as_it_was(qwen3):
+    model = copy.deepcopy(qwen3).train()
+    model.gradient_checkpointing_enable()
+    checkpoint_functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    expected = logits_of(model)
+
+    def assert_restored():
+        assert model.config._attn_implementation == "sdpa"
+        assert not model.model._forward_pre_hooks and not model.model._forward_hooks
+        assert [layer._gradient_checkpointing_func for layer in model.model.layers] == checkpoint_functions
+        assert torch.equal(logits_of(model), expected)
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        with sparse_attention_context(model, SPARSE, prompt_lengths=PROMPTS):
+            assert model.config._attn_implementation == SPARSE_ATTENTION
+            raise RuntimeError("stop here")
+    assert_restored()
+    with sparse_attention_context(model, SPARSE, prompt_lengths=PROMPTS), pytest.raises(ValueError, match="3 rows"):
+        with sparse_attention_context(model, SPARSE, prompt_lengths=PROMPTS[:2]):
+            model(input_ids=token_ids())
+    assert_restored()
+
+
+def test_peft_and_wrapped_models(qwen3):
+    expected = logits_of(qwen3, SPARSE)
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+    peft_model = get_peft_model(copy.deepcopy(qwen3), LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
+    for wrapped in (peft_model, Wrapper(qwen3), Wrapper(peft_model)):
+        torch.testing.assert_close(logits_of(wrapped, SPARSE), expected, rtol=0, atol=1e-4)
+    with torch.no_grad(), sparse_attention_context(qwen3.model, SPARSE, prompt_lengths=PROMPTS):
+        hidden = qwen3.model(token_ids()).last_hidden_state
+    torch.testing.assert_close(qwen3.lm_head(hidden), expected, rtol=0, atol=1e-4)
+
+
+def test_bfloat16_and_float8_landmarks(qwen3):
+    model = copy.deepcopy(qwen3).bfloat16()
+    dense, sparse = logits_of(model), logits_of(model, SPARSE)
+    assert sparse.dtype == torch.bfloat16 and sparse.isfinite().all()
+    expected = logits_of(qwen3, SPARSE)
+    assert (sparse - expected)[:, 80:].abs().mean() < 0.3 * (dense - expected)[:, 80:].abs().mean()
+    float8 = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[], landmark_dtype="fp8_e4m3")
+    assert not torch.equal(logits_of(qwen3, float8), expected)
+
+
+def test_refuses_how_it_is_called(qwen3):
+    with pytest.raises(ValueError, match="either `prompt_lengths` or `prompt_width`"):
+        with sparse_attention_context(qwen3, SPARSE):
+            pass
+    with pytest.raises(ValueError, match="either `prompt_lengths` or `prompt_width`"):
+        with sparse_attention_context(qwen3, SPARSE, prompt_lengths=PROMPTS, prompt_width=3):
+            pass
+    with pytest.raises(ValueError, match="needs a transformers model, got Linear"):
+        with sparse_attention_context(nn.Linear(2, 2), SPARSE, prompt_width=3):
+            pass
+    switched = copy.deepcopy(qwen3)
+    switched.set_attn_implementation(SPARSE_ATTENTION)
+    with pytest.raises(ValueError, match="works inside `sparse_attention_context` alone"):
+        logits_of(switched)
+
+
+def test_refuses_what_it_would_get_wrong(qwen3):
+    ids, holes = token_ids(), torch.ones(3, 150, dtype=torch.long)
+    holes[1, 70] = 0
+    with pytest.raises(ValueError, match="the mask has holes"):
+        logits_of(qwen3, SPARSE, ids, holes)
+    with pytest.raises(ValueError, match=r"an attention mask of shape \[batch, tokens\] = \[3, 150\]"):
+        logits_of(qwen3, SPARSE, ids, torch.ones(3, 1, 150, 150, dtype=torch.bool).tril())
+    with sparse_attention_context(qwen3, SPARSE, prompt_lengths=PROMPTS), torch.no_grad():
+        with pytest.raises(ValueError, match="packed sequences"):
+            qwen3(input_ids=ids, position_ids=torch.arange(75).repeat(1, 2))
+        cache = qwen3(input_ids=ids[:, :100], use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="got 50 queries for 150 cached keys"):
+            qwen3(input_ids=ids[:, 100:], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "message"),
+    [
+        ("mistral", {"sliding_window": 64}, "does not support a sliding window, which layer 0 asks for"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding window, .* 1"),
+        ("llama", {"attention_dropout": 0.1}, "does not support attention dropout, got 0.1"),
+    ],
+)
+def test_refuses_other_attention(architecture, overrides, message):
+    model = build_model(architecture, **overrides).train()
+    with pytest.raises(ValueError, match=message):
+        logits_of(model, SPARSE)
+
+
+def test_refuses_a_model_that_never_calls_the_attention_interface(qwen3):
+    model = copy.deepcopy(qwen3)
+    model.model.layers = nn.ModuleList()
+    model.config.num_hidden_layers = 0
+    with pytest.raises(ValueError, match="Qwen3Model ran without sparse attention"):
+        logits_of(model, SPARSE)
