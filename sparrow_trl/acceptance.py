@@ -319,7 +319,7 @@ class AcceptanceTracker:
         self._histograms: dict[int, _Histogram] = {}
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
-        """Go on under another [`SparsityScheduleConfig`]; what was measured under the last one is dropped."""
+        """Go on under another `schedule` ([`SparsityScheduleConfig`]); what was measured before is dropped."""
         if schedule != self.schedule:
             self.schedule = schedule
             self.reset()

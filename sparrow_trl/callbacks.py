@@ -50,7 +50,7 @@ class TailAcceptanceCallback(TrainerCallback):
         self._trainer = None
 
     def attach(self, trainer: "SparseRolloutGRPOTrainer") -> None:
-        """Called by the trainer that this callback is given to; `trainer.acceptance` holds the statistics."""
+        """Called by the `trainer` that this callback is given to; its `acceptance` holds the statistics."""
         self._trainer = trainer
 
     @property

@@ -57,7 +57,7 @@ _RESERVED_ENGINE_KWARGS = (
 
 @contextmanager
 def swapped(owner, name: str, value):
-    """Replace `owner.name` by `value` inside the context: for the two classes that TRL builds without a hook."""
+    """Replace attribute `name` of `owner` by `value` inside the context: for what TRL calls without a hook."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -103,11 +103,12 @@ class RolloutLLM(LLM):
 
     @staticmethod
     def probe_rows(num_rows: int) -> list[int]:
+        """Which of `num_rows` requests to probe: none, until the owner sets another."""
         return []
 
     @staticmethod
     def before_generate(prompts: list[dict]) -> None:
-        pass
+        """Called with the `prompts` of a call, before they are sent; does nothing, until the owner sets another."""
 
     def generate(self, prompts, sampling_params, **kwargs):
         self.before_generate(prompts)
@@ -162,7 +163,7 @@ def _read_probe(row: int, request, completion) -> RolloutProbe:
 
 
 def check_policy(model) -> None:
-    """Refuse, with a `ValueError`, a policy that sparse rollouts cannot serve."""
+    """Refuse, with a `ValueError`, a `model` that sparse rollouts cannot serve."""
     config = model.config
     text_config = config.get_text_config()
     if text_config is not config or getattr(config, "vision_config", None) is not None:

@@ -247,6 +247,10 @@ class SparsityScheduleConfig:
         """
         Build a schedule from a dict of its fields.
 
+        Args:
+            values (`dict`):
+                Fields of the schedule, by name.
+
         Raises:
             ValueError: when a key is unknown or missing, or a field is invalid.
         """

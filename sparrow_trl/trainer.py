@@ -32,9 +32,9 @@ def check_text_only(processing_class, *datasets) -> None:
     """Refuse, with a `ValueError`, a processor and datasets with images.
 
     Args:
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], [`~transformers.ProcessorMixin`] or `None`):
             Processing class of the trainer.
-        *datasets ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+        *datasets ([`~datasets.Dataset`], `dict[str, Dataset]` or `None`):
             Datasets of the trainer. Of the prompts only the first is looked at.
     """
     if isinstance(processing_class, ProcessorMixin):
@@ -89,7 +89,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Policy, as in [`~trl.GRPOTrainer`]. Text-only, not quantised, with full attention in every layer.
-        reward_funcs (`RewardFunc` or `list[RewardFunc]`):
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
             Reward functions, as in [`~trl.GRPOTrainer`].
         args ([`SparseRolloutGRPOConfig`], *optional*):
             Configuration. If `None`, a default one is used.
