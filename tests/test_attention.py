@@ -27,8 +27,16 @@ pytestmark = pytest.mark.filterwarnings(
 
 SPARSE = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[])
 ALL_PAGES = SparsityScheduleConfig(top_k_pages=[1000], dense_layers=[])
+# Every field away from its default.
 GROUP_SOFTMAX = SparsityScheduleConfig(
-    top_k_pages=[1, 2], bin_tokens=128, dense_layers=[0], page_score="group_softmax", landmarks_per_page=2
+    top_k_pages=[1, 2],
+    page_size=32,
+    page_score="group_softmax",
+    landmarks_per_page=2,
+    bin_tokens=128,
+    sink_pages=0,
+    recent_pages=1,
+    dense_layers=[0],
 )
 
 PROMPTS, LENGTHS = torch.tensor([30, 41, 17]), torch.tensor([150, 129, 101])
@@ -153,14 +161,16 @@ def test_padding_changes_nothing(model, schedule):
 
 
 def test_prompt_width_counts_columns(qwen3):
-    # Prompts padded on the left to 41 columns, completions on the right.
-    starts = 41 - PROMPTS
-    position = torch.arange(150)
-    mask = (position >= starts[:, None]).long()
-    mask[1, 140:] = 0
-    expected = logits_of(qwen3, SPARSE, None, mask, prompt_lengths=PROMPTS)
-    assert torch.equal(logits_of(qwen3, SPARSE, None, mask, prompt_width=41), expected)
-    with sparse_attention_context(qwen3, SPARSE, prompt_width=41), torch.no_grad():
+    # Prompts padded on the left to 120 columns, completions on the right.
+    prompt_lengths = torch.tensor([120, 90, 100])
+    mask = (torch.arange(150) >= 120 - prompt_lengths[:, None]).long()
+    mask[1, 145:] = 0
+    expected = logits_of(qwen3, SPARSE, None, mask, prompt_lengths=prompt_lengths)
+    assert torch.equal(logits_of(qwen3, SPARSE, None, mask, prompt_width=120), expected)
+    assert not torch.equal(logits_of(qwen3, SPARSE, None, mask, prompt_width=110), expected)
+    longer = prompt_lengths + torch.tensor([0, 30, 20])
+    assert not torch.equal(logits_of(qwen3, SPARSE, None, mask, prompt_lengths=longer), expected)
+    with sparse_attention_context(qwen3, SPARSE, prompt_width=120), torch.no_grad():
         parts = [
             qwen3(input_ids=token_ids()[rows], attention_mask=mask[rows]).logits for rows in (slice(0, 2), slice(2, 3))
         ]
