@@ -208,10 +208,10 @@ class SparseRolloutGRPOConfig(GRPOConfig):
                 raise ValueError(f"{name} must be {noun} {bounds}, but it is {value!r}.")
 
     def _check_sampling(self):
-        if not self.temperature > 0:
+        if not 0 < self.temperature <= 2:
             raise ValueError(
-                f"temperature={self.temperature}: the policy's logits are divided by it. Use a small positive "
-                "temperature for nearly greedy rollouts."
+                f"temperature={self.temperature} must be positive, since the policy's logits are divided by it, and "
+                "at most 2, vLLM's limit."
             )
         generation_kwargs = self.generation_kwargs or {}
         for name in _RESERVED_SAMPLING:

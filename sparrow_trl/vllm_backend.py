@@ -210,6 +210,8 @@ class SparseDecodeMixin:
             )
         if self.sinks is not None:
             raise ValueError("Sparse rollouts do not support models with learned attention sinks.")
+        if self.kv_sharing_target_layer_name is not None:
+            raise ValueError("Sparse rollouts do not support layers that read another layer's KV cache.")
         if self.alibi_slopes is not None or self.logits_soft_cap:
             raise ValueError("Sparse rollouts support neither ALiBi biases nor soft-capped attention logits.")
         if self.kv_cache_dtype != "auto":

@@ -163,7 +163,8 @@ def test_a_page_that_does_not_divide_the_block_that_vllm_chose(build_generation,
         ),
         ({"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}}, ("quantization_config", "Remove")),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm_structured_outputs_regex", "Remove")),
-        ({"temperature": 0.0}, ("temperature=0.0", "positive")),
+        ({"temperature": 0.0}, ("temperature=0.0", "must be positive")),
+        ({"temperature": 2.5}, ("temperature=2.5", "at most 2")),
     ],
 )
 def test_settings_that_sparse_rollouts_cannot_serve(refused, args, words):
@@ -317,6 +318,7 @@ def test_sleep_mode_on_a_cpu(build_generation, tiny_qwen3):
         ({"sinks": torch.zeros(4)}, "attention sinks"),
         ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "soft-capped"),
+        ({"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}, "another layer's KV cache"),
         ({"kv_cache_dtype": "fp8"}, "Leave kv_cache_dtype at 'auto'"),
         ({"attn_type": "encoder_only"}, "encoder_only"),
     ],
