@@ -1,5 +1,6 @@
 # /// script
 # dependencies = [
+#     "math-verify",
 #     "sparrow-trl[gpu]",
 # ]
 # ///
@@ -80,7 +81,7 @@ def greedy_rewards(trainer, tasks) -> np.ndarray:
     """Reward of the policy's greedy completion of each task, with dense attention."""
     generation = trainer.vllm_generation
     generation.sync_weights()
-    prompt_ids = trainer.processing_class(tasks["prompt"])["input_ids"]
+    prompt_ids = trainer.processing_class(list(tasks["prompt"]))["input_ids"]
     with generation.dense_rollouts(), swapped(generation, "temperature", 0.0):
         _, completion_ids, _, _ = generation.generate(prompt_ids, None, num_generations=1)
     completions = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)

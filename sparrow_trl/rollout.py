@@ -32,7 +32,8 @@ from .vllm_plugin import register  # noqa: E402
 logger = logging.getLogger(__name__)
 
 # Mean absolute difference of log-probs on the same prompt tokens above which the engine's weights are not the
-# policy's. Rounding gives below 1e-5 in float32 and up to 2e-2 in bfloat16; a missed update of a tied head gives 0.4.
+# policy's. Rounding gives below 1e-5 in float32 and up to 0.05 in bfloat16 (float32 weights under autocast, tokens the
+# model cannot predict); a tied head that missed one update gives 0.4.
 WEIGHT_SYNC_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 WEIGHT_SYNC_CHECK_PROMPTS = 2
@@ -434,7 +435,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         prompts = [ids[:WEIGHT_SYNC_CHECK_TOKENS] for ids in prompts if len(ids) > 1][:WEIGHT_SYNC_CHECK_PROMPTS]
         if not prompts:
             return 0.0
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
         outputs = LLM.generate(self.llm, [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         differences = []
         # Dropout must be off, and a policy may keep some of its modules in evaluation mode.

@@ -12,6 +12,7 @@ Landmarks are written with the keys, page by physical page, so that prefix cachi
 of their own.
 """
 
+import logging
 import re
 import weakref
 from dataclasses import dataclass, fields
@@ -363,7 +364,14 @@ def reload_packed_weights(worker, weights) -> None:
 
     vLLM's `reload_weights` packs every layer again except a language-model head that shares the embedding's weight.
     """
-    worker.model_runner.reload_weights(weights_iterator=weights)
+    # Tied heads and rotary tables have no weights of their own, of which vLLM warns at every reload.
+    layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = layerwise.level
+    layerwise.setLevel(logging.ERROR)
+    try:
+        worker.model_runner.reload_weights(weights_iterator=weights)
+    finally:
+        layerwise.setLevel(level)
     for module in worker.model_runner.model.modules():
         if isinstance(module, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
