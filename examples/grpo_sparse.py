@@ -123,7 +123,8 @@ def print_summary(summary: dict, output_dir: str) -> None:
         f"(gain {gain:+.1%}, 95% interval {low:+.1%} to {high:+.1%})"
     )
     print(
-        f"Pages read while decoding: {summary['kept_fraction']:.1%} of the cached ones, counted in the attention layers"
+        f"Pages read while decoding: {summary['kept_fraction']:.1%} of the cached ones, counted in the attention "
+        f"layers ({summary['attention_backend']})"
     )
     for start, tail in summary["tail_by_bin"].items():
         print(
