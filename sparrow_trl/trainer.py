@@ -232,10 +232,13 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
     def _choose_probe_rows(self, num_rows: int) -> list[int]:
         """A random share of the engine's next batch to probe, the same on all ranks of a tensor-parallel group."""
         args = self.args
-        generation_batch = self._step // (args.steps_per_generation * self.num_iterations)
+        # TRL's `_step` starts again at 0 when training resumes.
+        accumulation = args.gradient_accumulation_steps
+        step = self.state.global_step * accumulation + self._step % accumulation
+        generation_batch = step // (args.steps_per_generation * self.num_iterations)
         if not args.acceptance_probe_fraction or generation_batch % args.acceptance_probe_interval:
             return []
-        generator = torch.Generator().manual_seed(args.seed + self._step)
+        generator = torch.Generator().manual_seed(args.seed + step)
         num_probes = max(1, round(num_rows * args.acceptance_probe_fraction))
         return sorted(torch.randperm(num_rows, generator=generator)[:num_probes].tolist())
 
