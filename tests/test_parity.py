@@ -6,6 +6,9 @@ The engine is compared token by token with two models that share no code with it
 the definition, and the policy under the training-side sparse attention.
 """
 
+import sys
+from pathlib import Path
+
 import loop_model
 import numpy as np
 import pytest
@@ -15,6 +18,11 @@ from vllm import SamplingParams
 
 from sparrow_trl import SparsityScheduleConfig
 from sparrow_trl.attention import sparse_attention_context
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from tiny_reasoner import task  # noqa: E402
 
 
 # The issue's bound for float32 is 1e-3; rounding alone stays two orders below it, and a page too many does not.
@@ -218,6 +226,28 @@ def test_temperature_is_that_of_the_policy(build_generation, model):
             expected = (model(ids).logits[0, :-1] / 0.6).log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
         ratio = np.exp(expected[len(prompt) - 1 :].numpy() - logprobs)
         np.testing.assert_allclose(ratio, 1, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, BFLOAT16_TOLERANCE)], ids=["float32", "bfloat16"]
+)
+def test_tiny_reasoner(build_generation, dtype, tolerance):
+    folder = Path(__file__).parent.parent / "examples" / "tiny_reasoner"
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    schedule = SparsityScheduleConfig.from_pretrained(folder / "schedules" / "harsh")
+    generation = build_generation(
+        model,
+        schedule,
+        max_model_length=1024,
+        max_completion_length=120,
+    )
+    prompts = generation.processing_class(list(task.make_dataset("test", 16, seed=3)["prompt"]))["input_ids"]
+    completions, engine = roll_out(generation, prompts)
+    sparse = mean_difference(engine, policy_logprobs(model, schedule, prompts, completions))
+    dense = mean_difference(engine, policy_logprobs(model, SparsityScheduleConfig.dense(), prompts, completions))
+    print(f"mean difference: {sparse:.2e} from sparse, {dense:.2e} from dense log-probs")
+    assert sparse < tolerance
+    assert dense > max(SPARSE_EFFECT, 5 * sparse)
 
 
 def test_landmarks_are_the_means_of_their_pages(generation, model):
