@@ -53,8 +53,8 @@ def check_text_only(processing_class, *datasets) -> None:
                 )
             prompt = dataset[0].get("prompt") if isinstance(dataset, Dataset) and len(dataset) else None
             for message in prompt if isinstance(prompt, list) else ():
-                parts = message["content"] if isinstance(message["content"], list) else ()
-                kinds = {part["type"] for part in parts} - {"text"}
+                content = message.get("content")
+                kinds = {part["type"] for part in content} - {"text"} if isinstance(content, list) else set()
                 if kinds:
                     raise ValueError(
                         f"The dataset's prompts have content of type {kinds.pop()!r}. Sparse rollouts support text "
