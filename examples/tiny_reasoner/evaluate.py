@@ -1,11 +1,9 @@
 """Accuracy of a policy on the dial task, sampled with dense attention by transformers' own `generate`."""
 
-import random
-
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .task import MAX_COMPLETION_TOKENS, DialTask, accuracy_reward, sample_task
+from .task import MAX_COMPLETION_TOKENS, DialTask, accuracy_reward, sample_tasks
 
 
 @torch.no_grad()
@@ -48,8 +46,7 @@ def complete(
 
 def held_out_tasks(size: int, seed: int = 0) -> list[DialTask]:
     """The tasks of `make_dataset("test", size, seed)`."""
-    rng = random.Random(f"test-{seed}")
-    return [sample_task(rng, "test") for _ in range(size)]
+    return sample_tasks("test", size, seed)
 
 
 def accuracy(

@@ -111,6 +111,12 @@ def sample_task(
     return DialTask(prompt=f"{' '.join(table)}\n{question}\n", dial=dial, facts=tuple(facts[:NUM_STEPS]))
 
 
+def sample_tasks(split: Split, size: int, seed: int) -> list[DialTask]:
+    """`size` tasks of a split; the same seed gives the same tasks."""
+    rng = random.Random(f"{split}-{seed}")
+    return [sample_task(rng, split) for _ in range(size)]
+
+
 def write_solution(task: DialTask, rng: random.Random, haste: float = HASTE) -> str:
     """
     Write a demonstration. Each step is hasty with probability `haste` and worked otherwise; the hasty additions that
@@ -151,8 +157,6 @@ def make_dataset(split: Split, size: int, seed: int):
     # Imported here so that training needs torch and transformers only.
     from datasets import Dataset
 
-    rng = random.Random(f"{split}-{seed}")
-    tasks = [sample_task(rng, split) for _ in range(size)]
     return Dataset.from_list(
         [
             {
@@ -161,7 +165,7 @@ def make_dataset(split: Split, size: int, seed: int):
                 "num_rooms": task.prompt.count(">"),
                 "num_carries": count_carries(task),
             }
-            for task in tasks
+            for task in sample_tasks(split, size, seed)
         ]
     )
 
