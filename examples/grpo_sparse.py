@@ -39,7 +39,7 @@ import torch  # noqa: E402
 from datasets import load_dataset  # noqa: E402
 from scipy.stats import bootstrap  # noqa: E402
 from tiny_reasoner import task  # noqa: E402
-from trl import ModelConfig, ScriptArguments, TrlParser  # noqa: E402
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config  # noqa: E402
 from trl.rewards import accuracy_reward  # noqa: E402
 
 from sparrow_trl import SparseRolloutGRPOConfig, SparseRolloutGRPOTrainer  # noqa: E402
@@ -156,6 +156,8 @@ def main(script_args, training_args, model_args):
         reward_funcs=reward,
         args=training_args,
         train_dataset=train_dataset,
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
     )
     before = greedy_rewards(trainer, held_out) if on_tiny_reasoner else None
     trainer.train()
