@@ -124,7 +124,7 @@ def check_system():
 
 
 def choose_device(requested):
-    """`auto` keeps what `.venv` was made for and starts with the CPU, the only device with sparse decode so far."""
+    """`auto` keeps what `.venv` was made for and starts with the CPU, which every machine has."""
     if requested != "auto":
         return requested
     return DEVICE_FILE.read_text().strip() if DEVICE_FILE.exists() else "cpu"

@@ -261,7 +261,8 @@ class BinStatistics:
 
     Args:
         start (`int`):
-            First cached length of the bin in tokens, a multiple of the schedule's `bin_tokens`.
+            Start of the bin in tokens, a multiple of the schedule's `bin_tokens`. Lengths are rounded up to whole
+            pages, so the lowest length in the bin is `start - page_size + 1`.
         tokens (`int`):
             Number of tokens.
         mean (`float`):

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tiny_reasoner import task  # noqa: E402
 
 
-# The bound for float32 is 1e-3; rounding alone stays two orders below it, and a page too many does not.
+# Rounding alone stays an order of magnitude below this, and one page too many does not.
 FLOAT32_TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 2e-2
 # Sparse and dense log-probs of the same tokens are further apart than this.
