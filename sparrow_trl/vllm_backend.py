@@ -6,8 +6,8 @@ request's prompt, also when vLLM recomputes them after a preemption and sends th
 
 What the parts share lives in one [`SparseRolloutState`] per engine: the schedule in use, the prompt lengths and the
 counters. It is found through the engine's `instance_id`, because vLLM builds layers and metadata builders in places
-that share nothing else. An engine without a schedule in its `additional_config` gets the stock classes; on a GPU, where
-the sparse backend is `CUSTOM`, asking for it without a schedule is refused.
+that share nothing else. An engine without a schedule in its `additional_config` gets the stock classes; on a GPU the
+sparse backend is `CUSTOM`, and asking for it without a schedule is refused.
 
 Landmarks are written with the keys, page by physical page, so that prefix caching and preemption need no bookkeeping
 of their own.
