@@ -229,7 +229,9 @@ def test_temperature_is_that_of_the_policy(build_generation, model):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, BFLOAT16_TOLERANCE)], ids=["float32", "bfloat16"]
+    ("dtype", "tolerance"),
+    [(torch.float32, FLOAT32_TOLERANCE), (torch.bfloat16, BFLOAT16_TOLERANCE)],
+    ids=["float32", "bfloat16"],
 )
 def test_tiny_reasoner(build_generation, dtype, tolerance):
     folder = Path(__file__).parent.parent / "examples" / "tiny_reasoner"
