@@ -208,10 +208,11 @@ class SparseRolloutGRPOConfig(GRPOConfig):
                 raise ValueError(f"{name} must be {noun} {bounds}, but it is {value!r}.")
 
     def _check_sampling(self):
-        if not 0 < self.temperature <= 2:
+        # Lower positive temperatures would be raised to 0.01 by vLLM, for the sampler alone.
+        if not 0.01 <= self.temperature <= 2:
             raise ValueError(
-                f"temperature={self.temperature} must be positive, since the policy's logits are divided by it, and "
-                "at most 2, vLLM's limit."
+                f"temperature={self.temperature} must be between 0.01 and 2, the range in which vLLM samples at the "
+                "temperature that the policy's logits are divided by."
             )
         generation_kwargs = self.generation_kwargs or {}
         for name in _RESERVED_SAMPLING:
@@ -220,6 +221,11 @@ class SparseRolloutGRPOConfig(GRPOConfig):
                     f"generation_kwargs[{name!r}] is set by the trainer. Remove it"
                     + (" and use the `temperature` argument." if name == "temperature" else ".")
                 )
+        if generation_kwargs.get("seed") is not None:
+            raise ValueError(
+                f"generation_kwargs['seed']={generation_kwargs['seed']!r} would give every generation of a prompt the "
+                "same tokens, and so all of them an advantage of zero. Remove it and use the `seed` argument."
+            )
         for name, neutral in _NEUTRAL_SAMPLING.items():
             value = generation_kwargs.get(name, getattr(self, name, neutral[0]))
             if value not in neutral:

@@ -141,6 +141,16 @@ class RolloutLLM(LLM):
                 ]
         return outputs
 
+    def _run_engine(self, *args, **kwargs):
+        try:
+            return super()._run_engine(*args, **kwargs)
+        except BaseException:
+            # After an error or an interrupted notebook cell, the next call would finish what is left and return it
+            # ahead of its own requests, and the prefix cache could not be reset.
+            unfinished = list(self.llm_engine.output_processor.request_states)
+            self.llm_engine.abort_request(unfinished, internal=True)
+            raise
+
 
 def _read_logprobs(request, completion) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and log-probs at each position of a completion, `[completion_length, 1 + top_k]`.
@@ -291,12 +301,13 @@ class SparseVLLMGeneration(VLLMGeneration):
     @contextmanager
     def dense_rollouts(self):
         """Context in which `generate` attends densely in every layer."""
+        outer = self.state.dense
         self.state.dense = True
         self.llm.reset_prefix_cache()
         try:
             yield
         finally:
-            self.state.dense = False
+            self.state.dense = outer
             self.llm.reset_prefix_cache()
 
     @property

@@ -163,8 +163,11 @@ def test_a_page_that_does_not_divide_the_block_that_vllm_chose(build_generation,
         ),
         ({"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}}, ("quantization_config", "Remove")),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm_structured_outputs_regex", "Remove")),
-        ({"temperature": 0.0}, ("temperature=0.0", "must be positive")),
-        ({"temperature": 2.5}, ("temperature=2.5", "at most 2")),
+        *(
+            ({"temperature": temperature}, (f"temperature={temperature}", "between 0.01 and 2"))
+            for temperature in (0.0, 0.009, 2.5, float("nan"))
+        ),
+        ({"generation_kwargs": {"seed": 0}}, ("generation_kwargs['seed']=0", "Remove it", "`seed` argument")),
     ],
 )
 def test_settings_that_sparse_rollouts_cannot_serve(refused, args, words):
