@@ -15,7 +15,7 @@ Without arguments it trains the tiny reasoner that comes with the repository, on
 Qwen3-1.7B on a GPU with the paper's schedule:
 
     accelerate launch examples/grpo_sparse.py \
-        --model_name_or_path Qwen/Qwen3-1.7B --dtype bfloat16 \
+        --model_name_or_path Qwen/Qwen3-1.7B \
         --dataset_name trl-lib/DeepMath-103K \
         --sparsity_schedule qwen3-1.7b-0.86 \
         --max_completion_length 16384 --vllm_max_model_length 18432 \

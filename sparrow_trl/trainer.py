@@ -94,15 +94,22 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             Reward functions, as in [`~trl.GRPOTrainer`].
         args ([`SparseRolloutGRPOConfig`], *optional*):
             Configuration. If `None`, a default one is used.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Training prompts, as in [`~trl.GRPOTrainer`]. Text only.
+        eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+            Evaluation prompts, as in [`~trl.GRPOTrainer`]. Text only.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer. If `None`, the model's.
         schedule ([`SparsityScheduleConfig`] or `str`, *optional*):
             Sparsity schedule of the rollouts: an object, the name of a published preset, a local path or a Hub id. If
             `None`, `args.sparsity_schedule` is used.
         **kwargs:
-            Further arguments of [`~trl.GRPOTrainer`]: datasets, processing class, callbacks, optimizers and
-            `peft_config`.
+            Further arguments of [`~trl.GRPOTrainer`], such as `callbacks`, `optimizers` and `peft_config`. A callback
+            with a method `attach` is given the trainer through it, at the end of construction.
 
     Attributes:
         acceptance ([`AcceptanceTracker`]): Statistics of the measured acceptance rates, over all processes.
+        resume_checkpoint (`str`, *optional*): Checkpoint that training was resumed from.
     """
 
     _tag_names = ["trl", "grpo", "sparrow-trl", "sparse-rollout"]
@@ -128,6 +135,9 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         model,
         reward_funcs=None,
         args: SparseRolloutGRPOConfig | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
         *,
         schedule: SparsityScheduleConfig | str | None = None,
         **kwargs,
@@ -167,7 +177,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         schedule = SparsityScheduleConfig.resolve(schedule)
         # All this before TRL creates the output folder.
         check_engine_arguments(schedule, args.vllm_block_size, args.vllm_engine_kwargs)
-        check_text_only(kwargs.get("processing_class"), kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        check_text_only(processing_class, train_dataset, eval_dataset)
         if not isinstance(model, str):
             check_policy(model)
         self.acceptance = AcceptanceTracker(schedule, min_tokens=args.acceptance_min_tokens)
@@ -196,7 +206,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             swapped(grpo_trainer, "create_model_from_path", create_policy),
             swapped(grpo_trainer, "VLLMGeneration", build_generation),
         ):
-            super().__init__(model, reward_funcs, args, **kwargs)
+            super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
 
         if not any(isinstance(callback, TailAcceptanceCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(TailAcceptanceCallback())
@@ -359,9 +369,14 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         if self.args.should_save:
             self.schedule.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.resume_checkpoint = resume_from_checkpoint
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        # Weights come by different ways (DeepSpeed has its own), the optimizer by this one.
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.resume_checkpoint = checkpoint
+        if checkpoint is not None:
+            self._restore_schedule(checkpoint)
+
+    def _restore_schedule(self, resume_from_checkpoint):
         path = os.path.join(resume_from_checkpoint, SCHEDULE_NAME)
         if not os.path.exists(path):
             logger.warning("%s has no %s: rollouts use the schedule given now.", resume_from_checkpoint, SCHEDULE_NAME)

@@ -373,13 +373,13 @@ def test_attributes_of_the_trainer(stock_trainer):
 
 def test_checkpoints_are_saved_and_loaded_through_two_methods(stock_trainer, tmp_path):
     check_parameters("transformers", "trainer", Trainer._save, ["output_dir", "state_dict"])
-    check_parameters("transformers", "trainer", Trainer._load_from_checkpoint, ["resume_from_checkpoint", "model"])
+    check_parameters("transformers", "trainer", Trainer._load_optimizer_and_scheduler, ["checkpoint"])
     saved = []
     with swapped(stock_trainer, "_save", lambda output_dir=None, state_dict=None: saved.append(output_dir)):
         stock_trainer.save_model(str(tmp_path))
     assert saved == [str(tmp_path)], broken("transformers", "trainer", "save_model does not go through _save")
-    assert "self._load_from_checkpoint(" in inspect.getsource(Trainer.train), broken(
-        "transformers", "trainer", "resuming does not go through _load_from_checkpoint"
+    assert "self._load_optimizer_and_scheduler(resume_from_checkpoint)" in inspect.getsource(Trainer), broken(
+        "transformers", "trainer", "resuming does not go through _load_optimizer_and_scheduler"
     )
 
 
