@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 STATISTICS_NAME = "acceptance_statistics.json"
 PICTURE_NAME = "acceptance.png"
 
+# A length bin takes up to 60 kB after a long run, and a schedule may have hundreds of them.
+MAX_STATISTICS_BYTES = 64 * 2**20
+
 
 class TailAcceptanceCallback(TrainerCallback):
     """
@@ -76,7 +79,7 @@ class TailAcceptanceCallback(TrainerCallback):
         Raises:
             ValueError: when the file is damaged or its length bins are not the schedule's.
         """
-        self.tracker.load_state_dict(read_json_object(Path(checkpoint) / STATISTICS_NAME))
+        self.tracker.load_state_dict(read_json_object(Path(checkpoint) / STATISTICS_NAME, MAX_STATISTICS_BYTES))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         tracker = self.tracker
@@ -107,9 +110,14 @@ class TailAcceptanceCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         folder = _checkpoint_folder(args, state)
         # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
-        if state.is_world_process_zero and folder.is_dir():
-            data = dump_json_object(self.tracker.state_dict(), STATISTICS_NAME)
-            write_atomically(folder / STATISTICS_NAME, data)
+        if not state.is_world_process_zero or not folder.is_dir():
+            return
+        try:
+            data = dump_json_object(self.tracker.state_dict(), STATISTICS_NAME, MAX_STATISTICS_BYTES)
+        except ValueError as error:
+            logger.warning(f"{folder} is saved without acceptance statistics: {error} Use wider bins (bin_tokens).")
+            return
+        write_atomically(folder / STATISTICS_NAME, data)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if not state.is_world_process_zero:

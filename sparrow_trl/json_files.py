@@ -13,7 +13,7 @@ from typing import Any
 MAX_JSON_BYTES = 4 * 2**20
 
 
-def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
+def parse_json_object(data: bytes, source: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """
     Parse a JSON object that may come from anywhere.
 
@@ -22,6 +22,8 @@ def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
             UTF-8 encoded JSON.
         source (`str`):
             Where `data` comes from, for the error messages.
+        max_bytes (`int`, *optional*, defaults to 4 MiB):
+            Largest size of `data`.
 
     Returns:
         `dict[str, Any]`
@@ -30,8 +32,8 @@ def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
         ValueError: when `data` is too large, not UTF-8, not JSON, nested too deeply, not an object at its top level,
             or holds a duplicated key or a number that is not finite.
     """
-    if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{source} is larger than {MAX_JSON_BYTES:,} bytes, the limit for a file of this kind.")
+    if len(data) > max_bytes:
+        raise ValueError(f"{source} is larger than {max_bytes:,} bytes, the limit for a file of this kind.")
     try:
         parsed = json.loads(
             data.decode("utf-8"),
@@ -50,13 +52,13 @@ def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
     return parsed
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Parse the file at `path` (`pathlib.Path`) with [`parse_json_object`]."""
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Parse the file at `path` (`pathlib.Path`), of at most `max_bytes` (`int`), with [`parse_json_object`]."""
     with open(path, "rb") as file:
-        return parse_json_object(file.read(MAX_JSON_BYTES + 1), str(path))
+        return parse_json_object(file.read(max_bytes + 1), str(path), max_bytes)
 
 
-def dump_json_object(value: dict[str, Any], source: str) -> bytes:
+def dump_json_object(value: dict[str, Any], source: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """
     Serialize `value` as indented JSON that [`parse_json_object`] reads back, with each list of numbers on one line.
 
@@ -67,8 +69,8 @@ def dump_json_object(value: dict[str, Any], source: str) -> bytes:
     # A raw line feed never occurs inside a JSON string, so this only touches the layout of lists.
     text = re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
     data = text.encode() + b"\n"
-    if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{source} would be larger than {MAX_JSON_BYTES:,} bytes, the limit for a file of this kind.")
+    if len(data) > max_bytes:
+        raise ValueError(f"{source} would be larger than {max_bytes:,} bytes, the limit for a file of this kind.")
     return data
 
 

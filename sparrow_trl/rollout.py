@@ -8,6 +8,7 @@ likely tokens beside them), the weights it sends (adapters merged into copies), 
 import copy
 import logging
 import os
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,7 @@ _RESERVED_ENGINE_KWARGS = (
     "dtype",
     "enable_sleep_mode",
     "logprobs_mode",
+    "max_logprobs",
     "model",
     "model_impl",
     "quantization",
@@ -225,6 +227,7 @@ def check_engine_arguments(
             f"vllm_engine_kwargs must not contain {', '.join(reserved)}: the trainer sets them from its arguments, "
             "the policy and the schedule."
             + (" Use vllm_block_size for the KV block." if "block_size" in reserved else "")
+            + (" It follows from acceptance_top_k." if reserved == ["max_logprobs"] else "")
             + (" The engine takes the dtype the policy computes in." if "dtype" in reserved else "")
         )
     # vLLM's CPU kernels read keys in groups of 32, and every page size is a power of two.
@@ -234,6 +237,18 @@ def check_engine_arguments(
             f"vllm_block_size={block_size} is not a multiple of {unit}, as the schedule's page_size "
             f"{schedule.page_size} and vLLM's kernels need it. Use for instance {max(unit, 32)}, or a schedule with a "
             "smaller page."
+        )
+
+
+def check_layers(schedule: SparsityScheduleConfig, num_layers: int) -> None:
+    """Refuse, with a `ValueError`, a `schedule` that names layers which a policy of `num_layers` does not have."""
+    dense = [] if schedule.is_dense else schedule.dense_layers
+    missing = [str(layer) for layer in dense if layer >= num_layers]
+    missing += [key for key in schedule.layer_top_k_pages or () if int(key.rpartition("-")[2]) >= num_layers]
+    if missing:
+        raise ValueError(
+            f"The schedule names the layers {', '.join(missing)}, but the policy has {num_layers}, counted from 0. "
+            "Use a schedule made for this model, or change its dense_layers and layer_top_k_pages."
         )
 
 
@@ -295,6 +310,7 @@ class SparseVLLMGeneration(VLLMGeneration):
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
         """Use `schedule` from the next `generate` on."""
+        check_layers(schedule, self.model.config.num_hidden_layers)
         self.state.set_schedule(schedule)
         self.llm.reset_prefix_cache()  # cached keys of generated tokens depend on the schedule they were made with
 
@@ -314,11 +330,16 @@ class SparseVLLMGeneration(VLLMGeneration):
     def engine_dtype(self) -> torch.dtype:
         """`torch.dtype`: What the policy computes in: autocast's dtype, or that of its weights."""
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        parameter = next(p for p in self.model.parameters() if p.is_floating_point())
-        return autocast.get(self.accelerator.mixed_precision, parameter.dtype)
+        sizes = Counter()
+        for parameter in self.model.parameters():
+            if parameter.is_floating_point():
+                sizes[parameter.dtype] += parameter.numel()
+        # Adapters may be in float32, and so may a language-model head with the embedding that it is tied to.
+        return autocast.get(self.accelerator.mixed_precision, max(sizes, key=sizes.get))
 
     def _init_vllm(self):
         check_policy(self.model)
+        check_layers(self._initial_schedule, self.model.config.num_hidden_layers)
         dtype = self.engine_dtype
         if not current_platform.is_cpu() and dtype == torch.float32:
             raise ValueError(

@@ -177,6 +177,8 @@ class SparsityScheduleConfig:
             raise ValueError(f"`base_model_name_or_path` must be a non-empty string or None, got {_short(name)}.")
         if self.calibration is not None:
             put("calibration", _json_record("calibration", self.calibration))
+        # What cannot be saved is refused here rather than at a training run's first checkpoint.
+        dump_json_object(self.to_dict(), SCHEDULE_NAME)
 
     def _checked_layer_tables(self) -> dict[str, list[int]]:
         field = "layer_top_k_pages"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from sparrow_trl import callbacks
 from sparrow_trl.acceptance import AcceptanceTracker
 from sparrow_trl.callbacks import PICTURE_NAME, STATISTICS_NAME, TailAcceptanceCallback
 from sparrow_trl.schedule import SparsityScheduleConfig
@@ -71,6 +72,30 @@ class TestCheckpoints:
         run.event("on_save")
         assert [file.name for file in folder.iterdir()] == [STATISTICS_NAME]
         assert json.loads((folder / STATISTICS_NAME).read_text()) == run.tracker.state_dict()
+
+    def test_statistics_of_many_bins(self, run, tmp_path):
+        bins = 200
+        lengths = torch.arange(1, bins + 1).repeat_interleave(4000) * run.tracker.schedule.bin_tokens
+        alpha = torch.rand(len(lengths), generator=torch.Generator().manual_seed(0))
+        run.tracker.update(alpha, alpha, lengths)
+        run.tracker.end_step()
+        run.state.global_step = 7
+        folder = tmp_path / "out" / "checkpoint-7"
+        folder.mkdir(parents=True)
+        run.event("on_save")
+        assert (folder / STATISTICS_NAME).stat().st_size > 4 * 2**20
+        before = run.tracker.metrics()
+        run.callback.load_statistics(folder)
+        assert run.tracker.metrics() == before
+
+    def test_statistics_too_large_to_save_do_not_end_training(self, run, tmp_path, monkeypatch, caplog):
+        monkeypatch.setattr(callbacks, "MAX_STATISTICS_BYTES", 100)
+        measure(run.tracker, 0)
+        run.state.global_step = 7
+        folder = tmp_path / "out" / "checkpoint-7"
+        folder.mkdir(parents=True)
+        run.event("on_save")
+        assert not list(folder.iterdir()) and "saved without acceptance statistics" in caplog.text
 
     def test_no_checkpoint_folder_is_made_up(self, run, tmp_path):
         measure(run.tracker, 0)

@@ -135,6 +135,18 @@ def test_no_schedule_and_two_schedules(refused):
     refused("Give one of them", args={"sparsity_schedule": "qwen3-8b-0.86"}, schedule="qwen3-4b-0.86")
 
 
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"dense_layers": [0, 4, 50]}, "4, 50"),
+        ({"dense_layers": [], "layer_top_k_pages": {"1-2": [3], "3-4": [5], "27": [7]}}, "3-4, 27"),
+    ],
+)
+def test_layers_that_the_policy_does_not_have(refused, fields, names):
+    schedule = SparsityScheduleConfig(top_k_pages=[1], **fields)
+    refused(f"the layers {names}, but the policy has 4", "dense_layers", schedule=schedule, folder_made=True)
+
+
 def test_a_page_that_does_not_divide_the_kv_block(refused):
     pages_of_64 = SparsityScheduleConfig(top_k_pages=[1], page_size=64, bin_tokens=2048)
     for block_size in (32, 96, 100):
@@ -235,6 +247,7 @@ def test_numbers_out_of_range_and_of_another_type(refused, name, values):
         ({"speculative_config": {"method": "ngram"}}, ("speculative_config",)),
         ({"model_impl": "transformers"}, ("model_impl",)),
         ({"logprobs_mode": "raw_logprobs"}, ("logprobs_mode",)),
+        ({"max_logprobs": 5}, ("max_logprobs", "acceptance_top_k")),
         (["enforce_eager"], ("vllm_engine_kwargs must be a dict", "['enforce_eager']")),
         ("enforce_eager", ("vllm_engine_kwargs must be a dict",)),
     ],

@@ -1,10 +1,12 @@
 """The engine's weights are the policy's after every synchronisation, and training stops when they are not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparrow_trl import SparsityScheduleConfig
+from sparrow_trl import SparseVLLMGeneration, SparsityScheduleConfig
 from sparrow_trl.rollout import swapped
 
 
@@ -76,3 +78,19 @@ def test_the_check_leaves_the_policy_as_it_was(build_generation, tiny_qwen3):
     generation = build_generation(model, SCHEDULE, block_size=32)
     generation.check_weights(PROMPTS)
     assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_the_engine_takes_the_dtype_of_most_weights(tiny_qwen3, adapted):
+    # TRL's cast_lm_head_to_fp32 makes a tied embedding, the first of the parameters, float32 too.
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.bfloat16)
+    model.lm_head.float()
+    assert next(model.parameters()).dtype == torch.float32
+    if adapted:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    generation = object.__new__(SparseVLLMGeneration)
+    for precision, dtype in (("no", torch.bfloat16), ("fp16", torch.float16)):
+        generation.model, generation.accelerator = model, SimpleNamespace(mixed_precision=precision)
+        assert generation.engine_dtype == dtype
