@@ -1,4 +1,5 @@
 import os
+import socket
 
 
 # Read when vLLM, huggingface_hub and the tokenizers are imported, so this comes before any import of theirs.
@@ -9,6 +10,11 @@ for name, value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+# TRL tries the same few ports first, which two test runs on one machine would both find free.
+with socket.socket() as probe:
+    probe.bind(("", 0))
+    os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
 
 import pytest  # noqa: E402
 
@@ -53,7 +59,7 @@ def build_generation():
             Accelerator(cpu=True),
             AutoTokenizer.from_pretrained(model.name_or_path),
             schedule=schedule,
-            engine_kwargs={"enforce_eager": True, "kv_cache_memory_bytes": 2**28, **(engine_kwargs or {})},
+            engine_kwargs={"enforce_eager": True, "kv_cache_memory_bytes": 2**26, **(engine_kwargs or {})},
             **{"max_model_length": 512, "max_num_seqs": 16, "max_completion_length": 80, **kwargs},
         )
 
