@@ -388,6 +388,8 @@ class SparseVLLMGeneration(VLLMGeneration):
         if images is not None:
             raise ValueError("Sparse rollouts do not support images in the prompts.")
         self.llm.probe_rows = self.probe_rows or RolloutLLM.probe_rows
+        # A prompt that continues an earlier completion would find the keys of sparse tokens, and prompts are dense.
+        self.llm.reset_prefix_cache()
         before = replace(self.state.counters)
         prompt_ids, completion_ids, logprobs, token_ids = super().generate(
             prompts, images, num_generations, profiler=profiler

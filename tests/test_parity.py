@@ -180,6 +180,16 @@ def test_prefix_hits_change_nothing(generation, model):
     assert mean_difference(engine, policy_logprobs(model, SCHEDULE, prompts, completions)) < FLOAT32_TOLERANCE
 
 
+def test_a_prompt_that_continues_an_earlier_completion_is_dense(generation, model, monkeypatch):
+    generation.set_schedule(SCHEDULE)
+    monkeypatch.setattr(generation, "generation_kwargs", {"ignore_eos": True})
+    (prompt,) = make_prompts([70], seed=10)
+    (completion,), _ = roll_out(generation, [prompt])
+    prompts = [prompt + list(completion[:70])]
+    completions, engine = roll_out(generation, prompts)
+    assert mean_difference(engine, policy_logprobs(model, SCHEDULE, prompts, completions)) < FLOAT32_TOLERANCE
+
+
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_chunked_prefill_mixed_with_decode(build_generation, model, block_size):
     generation = build_generation(model, SCHEDULE, block_size=block_size, engine_kwargs={"max_num_batched_tokens": 48})
