@@ -94,8 +94,8 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             Reward functions, as in [`~trl.GRPOTrainer`].
         args ([`SparseRolloutGRPOConfig`], *optional*):
             Configuration. If `None`, a default one is used.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Training prompts, as in [`~trl.GRPOTrainer`]. Text only.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
+            Training prompts, as in [`~trl.GRPOTrainer`], which requires them. Text only.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Evaluation prompts, as in [`~trl.GRPOTrainer`]. Text only.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
