@@ -14,10 +14,12 @@ check_version("vllm")
 import torch  # noqa: E402
 from accelerate.utils import is_peft_model  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import ProcessorMixin  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
+from trl.trainer.utils import maybe_gather_lm_head_ctx  # noqa: E402
 
 from .acceptance import AcceptanceTracker, gather_dense_logprobs, top_k_acceptance_bounds  # noqa: E402
 from .callbacks import TailAcceptanceCallback  # noqa: E402
@@ -27,6 +29,10 @@ from .schedule import SCHEDULE_NAME, SparsityScheduleConfig  # noqa: E402
 
 
 logger = logging.getLogger(__name__)
+
+# Mean absolute difference between two ways of scoring the same tokens from the same hidden states. One bfloat16 logit
+# may well be rounded to its neighbour; a head with a scale or a cap is further off.
+HEAD_TOLERANCE = 5e-2
 
 
 def check_text_only(processing_class, *datasets) -> None:
@@ -317,27 +323,26 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             )
         finally:
             hook.remove()
-        for probe in probes:
-            self._measure_acceptance(
-                probe, policy.get_output_embeddings(), hidden_states[probe.row], output[0][probe.row]
-            )
+        lm_head = policy.get_output_embeddings()
+        # As TRL's fused head does: FSDP2 and ZeRO-3 shard the head between forward passes.
+        weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (lm_head.weight, lm_head.bias))
+        with maybe_gather_lm_head_ctx(weight, bias):
+            for probe in probes:
+                self._measure_acceptance(probe, weight, bias, hidden_states[probe.row], output[0][probe.row])
         return output
 
-    def _measure_acceptance(self, probe, lm_head, hidden_states, policy_logprobs):
+    def _measure_acceptance(self, probe, weight, bias, hidden_states, policy_logprobs):
         """Compare one probed completion's sampler with the dense policy, from the second token on."""
         length = len(probe.token_ids)
         if length < 2:  # the first token comes from the dense prefill
             return
         with torch.no_grad(), self.accelerator.autocast():
             token_ids = torch.cat([probe.sampled_ids[:, None], probe.token_ids], dim=1).to(hidden_states.device)
-            dense = gather_dense_logprobs(
-                hidden_states, lm_head.weight, token_ids, self.temperature, bias=lm_head.bias
-            )
+            dense = gather_dense_logprobs(hidden_states, weight, token_ids, self.temperature, bias=bias)
         sampled, dense = dense[:, 0], dense[:, 1:]
         # TRL scores the sampled tokens from the same hidden states; a head that scales or caps its logits shows here.
-        # On average, because one logit may well be rounded to another bfloat16.
         difference = (sampled - policy_logprobs[:length]).abs().mean().item()
-        if not difference <= 5e-2:
+        if not difference <= HEAD_TOLERANCE:
             raise RuntimeError(
                 "The dense log-probs computed for the acceptance rate differ from those the trainer uses, by "
                 f"{difference:.2g} on average. The model transforms its logits in a way that is not supported here. "

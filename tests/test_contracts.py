@@ -24,12 +24,15 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.trainer import grpo_trainer
+from trl.trainer.utils import maybe_gather_lm_head_ctx
 from vllm import LLM, SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from sparrow_trl import SparsityScheduleConfig, config, rollout, vllm_plugin
 from sparrow_trl.rollout import swapped
@@ -726,3 +729,24 @@ def test_a_tied_head_is_stale_after_reload_weights(build_generation, tiny_qwen3)
     assert len(heads) == 1, broken("vllm", "vllm_backend", f"the model has {len(heads)} ParallelLMHead modules")
     dispatch_cpu_unquantized_gemm(heads[0], remove_weight=False)
     assert generation.check_weights(PROMPTS) < 1e-4, broken("vllm", "vllm_backend", "the head cannot be packed again")
+
+
+def test_an_interrupted_engine_can_be_emptied():
+    check_parameters("vllm", "rollout", LLM._run_engine, ["output_type", "use_tqdm"])
+    check_parameters("vllm", "rollout", LLMEngine.abort_request, ["request_ids", "internal"])
+    assert "self.request_states: dict" in inspect.getsource(OutputProcessor.__init__), broken(
+        "vllm", "rollout", "the output processor keeps its requests elsewhere"
+    )
+    assert "self._run_engine(" in inspect.getsource(LLM._run_completion), broken(
+        "vllm", "rollout", "generate does not go through _run_engine"
+    )
+
+
+def test_a_sharded_head_is_gathered_as_the_fused_head_does():
+    (parameter,) = inspect.signature(maybe_gather_lm_head_ctx).parameters.values()
+    assert parameter.kind is parameter.VAR_POSITIONAL, broken(
+        "trl", "trainer", "maybe_gather_lm_head_ctx takes no list of parameters"
+    )
+    head = torch.nn.Linear(2, 3, bias=False)
+    with maybe_gather_lm_head_ctx(head.weight, head.bias):  # without a bias, and without ZeRO-3
+        assert head.weight.shape == (3, 2)

@@ -82,9 +82,9 @@ def sampler_logprobs(model, schedule, prompt, completion, temperature=TEMPERATUR
 
 def assert_logprobs(actual, expected):
     """The same log-probs, but for the odd page that the two sides choose differently in a near-tie."""
-    actual, expected = np.array(actual), np.array(expected)
+    actual = torch.as_tensor(actual)
     assert actual.shape == expected.shape
-    assert np.abs(actual - expected).mean() < 1e-3
+    assert (actual - expected).abs().mean() < 1e-3
 
 
 def count_pages(schedule, prompts, completions, layers=LAYERS):
