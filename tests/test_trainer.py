@@ -600,6 +600,9 @@ def test_bf16_policy(tmp_path):
 def run_in_a_process(command, **environment):
     """Run a command with the tests' modules on its path, and return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **environment}
+    # The port and the ranks are this process's own once it has built an engine.
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        environment.pop(name, None)
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
