@@ -98,7 +98,7 @@ def summarize(trainer, before: np.ndarray, after: np.ndarray, seconds: float) ->
         "accuracy_before": before.mean(),
         "accuracy_after": after.mean(),
         "num_eval": len(before),
-        "gain_interval": [interval.low, interval.high],
+        "gain_interval": [round(float(bound), 4) for bound in (interval.low, interval.high)],
         "tail_by_bin": {str(entry.start): entry.tail for entry in bins},
         "mean_by_bin": {str(entry.start): entry.mean for entry in bins},
         "tokens_by_bin": {str(entry.start): entry.tokens for entry in bins},

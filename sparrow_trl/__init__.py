@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .callbacks import TailAcceptanceCallback
     from .config import SparseRolloutGRPOConfig
     from .rollout import SparseVLLMGeneration
-    from .schedule import SparsityScheduleConfig
+    from .schedule import SparsityScheduleConfig, preset_names
     from .trainer import SparseRolloutGRPOTrainer
 
 
@@ -44,6 +44,7 @@ __all__ = [
     "acceptance_rate_from_hidden_states",
     "fit_beta_tail",
     "gather_dense_logprobs",
+    "preset_names",
     "top_k_acceptance_bounds",
     "acceptance",
     "callbacks",
@@ -64,6 +65,7 @@ _MODULE_OF = {
     "acceptance_rate_from_hidden_states": "acceptance",
     "fit_beta_tail": "acceptance",
     "gather_dense_logprobs": "acceptance",
+    "preset_names": "schedule",
     "top_k_acceptance_bounds": "acceptance",
 }
 
