@@ -90,7 +90,11 @@ def greedy_rewards(trainer, tasks) -> np.ndarray:
 
 def summarize(trainer, before: np.ndarray, after: np.ndarray, seconds: float) -> dict:
     """Result of the tiny reasoner's training, as written to `summary.json`."""
-    interval = bootstrap((after - before,), np.mean, confidence_level=0.95, rng=0).confidence_interval
+    gains = after - before
+    # Where every task gained the same, such as nothing, there is nothing to resample.
+    interval = (gains[0], gains[0])
+    if np.ptp(gains):
+        interval = bootstrap((gains,), np.mean, confidence_level=0.95, rng=0).confidence_interval
     bins = trainer.acceptance.bin_statistics()
     state = trainer.vllm_generation.state
     sparse_steps = [log for log in trainer.state.log_history if log.get("sparsity/kept_fraction", 1) < 1]
@@ -98,7 +102,7 @@ def summarize(trainer, before: np.ndarray, after: np.ndarray, seconds: float) ->
         "accuracy_before": before.mean(),
         "accuracy_after": after.mean(),
         "num_eval": len(before),
-        "gain_interval": [round(float(bound), 4) for bound in (interval.low, interval.high)],
+        "gain_interval": [round(float(bound), 4) for bound in interval],
         "tail_by_bin": {str(entry.start): entry.tail for entry in bins},
         "mean_by_bin": {str(entry.start): entry.mean for entry in bins},
         "tokens_by_bin": {str(entry.start): entry.tokens for entry in bins},
