@@ -188,13 +188,9 @@ def sparse_attention_forward(
         top_k_table=schedule.to_table(query.shape[2], layer=module.layer_idx, device=query.device),
         starts=sparse_forward.starts,
         lengths=sparse_forward.lengths,
-        page_size=schedule.page_size,
-        page_score=schedule.page_score,
-        landmarks_per_page=schedule.landmarks_per_page,
-        sink_pages=schedule.sink_pages,
-        recent_pages=schedule.recent_pages,
         scale=scaling,
-        landmark_dtype=torch.float8_e4m3fn if schedule.landmark_dtype == "fp8_e4m3" else None,
+        landmark_dtype=schedule.storage_dtype(key.dtype),
+        **schedule.recipe,
     )
     return output.transpose(1, 2).contiguous(), None
 

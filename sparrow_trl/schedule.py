@@ -416,6 +416,18 @@ class SparsityScheduleConfig:
     # Reading it
 
     @property
+    def recipe(self) -> dict[str, Any]:
+        """How pages are scored and reserved: the keyword arguments that the functions of `sparrow_attention` share."""
+        names = ("page_size", "page_score", "landmarks_per_page", "sink_pages", "recent_pages")
+        return {name: getattr(self, name) for name in names}
+
+    def storage_dtype(self, cache_dtype: "torch.dtype") -> "torch.dtype":
+        """Type that landmarks are stored in beside a cache of `cache_dtype` (`torch.dtype`)."""
+        import torch
+
+        return torch.float8_e4m3fn if self.landmark_dtype == "fp8_e4m3" else cache_dtype
+
+    @property
     def is_dense(self) -> bool:
         """Whether every layer is dense."""
         return self.dense_layers == "all"

@@ -14,7 +14,6 @@ of their own.
 """
 
 import logging
-import re
 import weakref
 from dataclasses import dataclass, fields
 
@@ -22,6 +21,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
@@ -159,12 +159,16 @@ class SparseRows:
         tokens (`torch.Tensor` of shape `[rows]`): Index of each token in the flat batch.
         block_table (`torch.Tensor` of shape `[rows, max_blocks]`): Physical KV blocks of each token's request.
         seq_lens (`torch.Tensor` of shape `[rows]`): Cached length at each token, its own key included.
+        num_pages (`torch.Tensor` of shape `[rows]`): Pages of the schedule that it covers.
+        cached_pages (`int`): Their sum.
         cover_batch (`bool`): Whether no other token is in the batch.
     """
 
     tokens: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
+    num_pages: torch.Tensor
+    cached_pages: int
     cover_batch: bool
 
 
@@ -186,11 +190,16 @@ def find_sparse_rows(common, state: SparseRolloutState) -> SparseRows | None:
     if not len(tokens):
         return None
     state.counters.sparse_tokens += len(tokens)
+    seq_lens = lengths[tokens]
+    # Once for all layers, and while the lengths are still on the host.
+    num_pages = (seq_lens + state.schedule.page_size - 1) // state.schedule.page_size
     device = common.block_table_tensor.device
     return SparseRows(
         tokens=tokens.to(device),
         block_table=common.block_table_tensor[requests[tokens].to(device)],
-        seq_lens=lengths[tokens].to(device),
+        seq_lens=seq_lens.to(device),
+        num_pages=num_pages.to(device),
+        cached_pages=int(num_pages.sum()),
         cover_batch=len(tokens) == len(requests),
     )
 
@@ -228,23 +237,17 @@ class SparseDecodeMixin:
                 "or leave attention_backend unset for dense attention."
             )
         self.landmarks = None
-        self._layer_index = None
 
     def plain_cache(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as the model computed them, each `[blocks, kv_heads, block_size, head_dim]`."""
         raise NotImplementedError
-
-    def _layer(self, layer) -> int:
-        if self._layer_index is None:
-            self._layer_index = int(re.search(r"\.(\d+)\.", layer.layer_name).group(1))
-        return self._layer_index
 
     def _landmark_storage(self, key_cache: torch.Tensor) -> torch.Tensor:
         """Landmarks of every physical page, `[blocks, kv_heads, pages_in_block, landmarks_per_page, head_dim]`."""
         schedule = self.state.schedule
         blocks, kv_heads, block_size, head_dim = key_cache.shape
         shape = (blocks, kv_heads, block_size // schedule.page_size, schedule.landmarks_per_page, head_dim)
-        dtype = torch.float8_e4m3fn if schedule.landmark_dtype == "fp8_e4m3" else key_cache.dtype
+        dtype = schedule.storage_dtype(key_cache.dtype)
         if self.landmarks is None or self.landmarks.shape != shape or self.landmarks.dtype != dtype:
             # A change of page structure comes with an empty prefix cache, so no landmark is lost.
             self.landmarks = torch.empty(shape, dtype=dtype, device=key_cache.device)
@@ -267,10 +270,10 @@ class SparseDecodeMixin:
         if rows is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         schedule, counters = self.state.schedule, self.state.counters
-        num_pages = (rows.seq_lens + schedule.page_size - 1) // schedule.page_size
-        cached_pages = int(num_pages.sum()) * self.num_kv_heads
+        cached_pages = rows.cached_pages * self.num_kv_heads
         counters.cached_pages += cached_pages
-        if schedule.is_dense_layer(self._layer(layer)):
+        index = extract_layer_index(layer.layer_name)
+        if schedule.is_dense_layer(index):
             counters.kept_pages += cached_pages
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         if not rows.cover_batch:
@@ -282,15 +285,11 @@ class SparseDecodeMixin:
             value_cache,
             rows.block_table,
             rows.seq_lens,
-            self.state.top_k(self._layer(layer), num_pages),
-            page_size=schedule.page_size,
-            page_score=schedule.page_score,
-            landmarks_per_page=schedule.landmarks_per_page,
-            sink_pages=schedule.sink_pages,
-            recent_pages=schedule.recent_pages,
+            self.state.top_k(index, rows.num_pages),
             landmarks=self._landmark_storage(key_cache),
             scale=self.scale,
             return_kept=True,
+            **schedule.recipe,
         )
         counters.kept_pages += int(kept.sum())
         output[rows.tokens] = attended.to(output.dtype)

@@ -27,6 +27,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 from vllm import LLM, SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
@@ -628,6 +629,9 @@ def test_attention_layers_are_found_with_their_number(worker):
     names = [layer.layer_name for layer in layers.values() if hasattr(layer, "impl")]
     assert names == [f"model.layers.{index}.self_attn.attn" for index in range(4)], broken(
         "vllm", "vllm_backend", f"attention layers are called {names}"
+    )
+    assert [extract_layer_index(name) for name in names] == [0, 1, 2, 3], broken(
+        "vllm", "vllm_backend", "extract_layer_index reads other numbers from their names"
     )
 
 
