@@ -1,0 +1,267 @@
+"""
+Attention over the kept pages of a paged KV cache, in two Triton kernels: the pages of a row are split between
+programs, whose partial results are then merged.
+
+Few long rows and many short ones fill the device alike, because the number of splits follows the number of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launching import launch, next_power_of_2, strides
+
+
+__all__ = ["attend_to_kept_pages", "num_splits"]
+
+# Programs that fill a large GPU several times over, so that the last ones to run matter little.
+PROGRAMS = 4096
+MAX_SPLITS = 64
+
+
+def num_splits(rows: int, kv_heads: int) -> int:
+    """Programs that the pages of a row and head are split between, a power of two."""
+    return min(MAX_SPLITS, next_power_of_2(-(-PROGRAMS // (rows * kv_heads))))
+
+
+def attend_to_kept_pages(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    partial_output: torch.Tensor,
+    partial_lse: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    page_size: int,
+    scale: float,
+) -> None:
+    """
+    Softmax attention of every row over the tokens of the pages that its kv heads keep.
+
+    Args:
+        query (`torch.Tensor` of shape `[rows, q_heads, head_dim]`):
+            Queries.
+        key_cache, value_cache (`torch.Tensor` of shape `[blocks, kv_heads, block_size, head_dim]`):
+            Keys and values, of the same strides.
+        block_table (`torch.Tensor` of shape `[rows, max_blocks]`):
+            Cache blocks of each row.
+        seq_lens (`torch.Tensor` of shape `[rows]`):
+            Cached tokens. Rows of length 0 give zeros.
+        kept, counts:
+            As [`select_scored_pages`] writes them.
+        partial_output (`torch.Tensor`), partial_lse (`torch.Tensor`):
+            float32 scratch of at least `rows * q_heads * num_splits` times `head_dim`, and times 1, elements.
+        output (`torch.Tensor` of shape `[rows, q_heads, head_dim]`):
+            Written.
+        page_size (`int`):
+            Tokens in a page.
+        scale (`float`):
+            Factor of the attention logits.
+    """
+    rows, q_heads, head_dim = query.shape
+    kv_heads, block_size = key_cache.shape[1:3]
+    splits = num_splits(rows, kv_heads)
+    head_dim_pad = next_power_of_2(head_dim)
+    launch(
+        _attend_kernel,
+        (splits, kv_heads, rows),
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        kept,
+        counts,
+        partial_output,
+        partial_lse,
+        *strides(query, 2),
+        *strides(key_cache, 3),
+        block_table.stride(0),
+        *strides(kept, 2),
+        scale * 1.4426950408889634,  # for base-2 exponentials
+        splits,
+        KV_HEADS=kv_heads,
+        GROUP=q_heads // kv_heads,
+        GROUP_PAD=max(16, next_power_of_2(q_heads // kv_heads)),
+        PAGE=page_size,
+        PAGES_PER_BLOCK=block_size // page_size,
+        TOKENS=max(page_size, 32 if head_dim_pad >= 128 else 64),
+        D=head_dim,
+        D_PAD=head_dim_pad,
+        num_warps=2,
+        num_stages=3,
+    )
+    launch(
+        _merge_kernel,
+        (q_heads, rows),
+        partial_output,
+        partial_lse,
+        counts,
+        output,
+        *strides(output, 2),
+        splits,
+        KV_HEADS=kv_heads,
+        GROUP=q_heads // kv_heads,
+        SPLITS_PAD=splits,
+        D=head_dim,
+        D_PAD=head_dim_pad,
+        num_warps=4 if splits > 8 else 2,
+    )
+
+
+@triton.jit
+def _pages_per_split(count, splits):
+    # Below a few pages a split costs more than it saves.
+    return tl.maximum(tl.cdiv(count, splits), 4)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _attend_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    block_table_ptr,
+    seq_len_ptr,
+    kept_ptr,
+    count_ptr,
+    output_ptr,
+    lse_ptr,
+    query_row,
+    query_head,
+    cache_block,
+    cache_head,
+    cache_token,
+    table_row,
+    kept_row,
+    kept_head,
+    scale,
+    splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES_PER_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    LISTED: tl.constexpr = 32
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    seq_len = tl.load(seq_len_ptr + row)
+    count = tl.load(count_ptr + row * KV_HEADS + head)
+    chunk = _pages_per_split(count, splits)
+    begin = split * chunk
+    if begin >= count:
+        return
+    end = tl.minimum(begin + chunk, count)
+    num_pages = tl.cdiv(seq_len, PAGE)
+    last_tokens = seq_len - (num_pages - 1) * PAGE
+    block_table_ptr += row.to(tl.int64) * table_row
+    kept_ptr += row.to(tl.int64) * kept_row + head * kept_head
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, D_PAD)
+    q = tl.load(
+        query_ptr + row.to(tl.int64) * query_row + (head * GROUP + g[:, None]) * query_head + d[None, :],
+        mask=(g[:, None] < GROUP) & (d[None, :] < D),
+        other=0.0,
+    )
+    highest = tl.full((GROUP_PAD,), -1e30, tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
+    t = tl.arange(0, TOKENS)
+    listed = tl.arange(0, LISTED)
+    for first in range(begin, end, LISTED):
+        stop = tl.minimum(first + LISTED, end)
+        # Page numbers are read ahead and kept in registers: a load of them inside the loop over keys would leave
+        # Triton a single buffer for the keys.
+        i = tl.minimum(first + listed, stop - 1)
+        if count == num_pages:
+            pages = tl.load(block_table_ptr + i // PAGES_PER_BLOCK) * PAGES_PER_BLOCK + i % PAGES_PER_BLOCK
+        else:
+            pages = tl.load(kept_ptr + i)
+        for p in range(first, stop, TOKENS // PAGE):
+            # What lies beyond the row is replaced by a token of it and masked: no address is invalid, and no
+            # unwritten slot, which may hold NaN, is read.
+            slot = tl.minimum(p + t // PAGE, stop - 1)
+            readable = tl.where(slot == count - 1, last_tokens, PAGE)
+            token = tl.minimum(t % PAGE, readable - 1)
+            valid = (p + t // PAGE < stop) & (t % PAGE < readable)
+            page = tl.gather(pages, slot - first, 0)
+            offset = (page // PAGES_PER_BLOCK).to(tl.int64) * cache_block + head * cache_head
+            offset += (page % PAGES_PER_BLOCK * PAGE + token) * cache_token
+            if D == D_PAD:
+                k = tl.load(key_ptr + offset[:, None] + d[None, :])
+                v = tl.load(value_ptr + offset[:, None] + d[None, :])
+            else:
+                k = tl.load(key_ptr + offset[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+                v = tl.load(value_ptr + offset[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            logits = tl.where(valid[None, :], logits, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(logits, 1))
+            decay = tl.exp2(highest - new_highest)
+            weight = tl.exp2(logits - new_highest[:, None])
+            total = total * decay + tl.sum(weight, 1)
+            acc = acc * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+            highest = new_highest
+    # Partial results of a row lie together, [row, kv head, split, query of the group].
+    part = ((row * KV_HEADS + head) * splits + split) * GROUP + g
+    tl.store(
+        output_ptr + part.to(tl.int64)[:, None] * D + d[None, :],
+        acc / total[:, None],
+        mask=(g[:, None] < GROUP) & (d[None, :] < D),
+    )
+    tl.store(lse_ptr + part, highest + tl.log2(total), mask=g < GROUP)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    partial_ptr,
+    lse_ptr,
+    count_ptr,
+    output_ptr,
+    output_row,
+    output_head,
+    splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    count = tl.load(count_ptr + row * KV_HEADS + head // GROUP)
+    used = tl.cdiv(count, _pages_per_split(count, splits))
+    s = tl.arange(0, SPLITS_PAD)
+    d = tl.arange(0, D_PAD)
+    part = ((row * KV_HEADS + head // GROUP) * splits + s) * GROUP + head % GROUP
+    lse = tl.load(lse_ptr + part, mask=s < used, other=float("-inf"))
+    # A row without pages has no weights: it gives zeros.
+    weight = tl.where(s < used, tl.exp2(lse - tl.max(lse, 0)), 0.0)
+    partial = tl.load(
+        partial_ptr + part.to(tl.int64)[:, None] * D + d[None, :],
+        mask=(s < used)[:, None] & (d[None, :] < D),
+        other=0.0,
+    )
+    merged = tl.sum(weight[:, None] * partial, 0) / tl.where(used > 0, tl.sum(weight, 0), 1.0)
+    tl.store(
+        output_ptr + row.to(tl.int64) * output_row + head * output_head + d,
+        merged.to(output_ptr.dtype.element_ty),
+        mask=d < D,
+    )
