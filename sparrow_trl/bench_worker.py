@@ -1,0 +1,406 @@
+"""
+One engine variant of `sparrow-trl bench`, measured in a process of its own: `python -m sparrow_trl.bench_worker JOB
+RESULT`.
+
+`JOB` is a JSON object that [`bench`][sparrow_trl.bench] writes: `variant` (`"dense"` or `"sparse"`), `schedule` (its
+fields, or null), `workloads` (pairs of batch and context), `steps`, `blocks`, `warmup`, `breakdown`, `prefill`, and
+`engine`, keyword arguments of [`vllm.LLM`]. `RESULT` appears only when every workload was measured and verified. Lines
+on the standard output that begin with [`PROGRESS`] say what is being done.
+
+One engine serves all workloads. Requests end by their own `max_tokens`, so the number of forward passes past each
+prompt is known, and the pages that were read can be held against the schedule exactly.
+"""
+
+import gc
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .bench_traffic import kept_fraction
+from .json_files import dump_json_object, read_json_object, write_atomically
+from .schedule import SparsityScheduleConfig
+from .versions import check_version, installed_version
+
+
+PROGRESS = "[bench] "
+
+CHECK_TOKENS = 4
+PROFILE_STEPS = 4
+
+
+class VerificationError(RuntimeError):
+    """What was generated is not what was to be measured, so no time of it means anything."""
+
+
+def progress(text: str) -> None:
+    """Tell the parent process what is being done."""
+    sys.stdout.write(f"{PROGRESS}{text}\n")
+    sys.stdout.flush()
+
+
+def check_logprobs(logprobs: list[float], request_id: str) -> None:
+    """Refuse log-probs of sampled tokens that are not finite or are positive."""
+    broken = [value for value in logprobs if not (math.isfinite(value) and value <= 1e-6)]
+    if broken:
+        raise VerificationError(
+            f"Request {request_id} has the log-prob {broken[0]} at a sampled token. The attention kernel or the weights "
+            "are broken, so nothing is reported."
+        )
+
+
+def check_kept_fraction(
+    counters, schedule: SparsityScheduleConfig, num_layers: int, batch: int, context: int, num_passes: int
+) -> float:
+    """
+    Refuse a share of pages read that is not the schedule's.
+
+    Args:
+        counters ([`vllm_backend.DecodeCounters`]): What was read by `batch` requests of `context` prompt tokens.
+        schedule ([`SparsityScheduleConfig`]): The schedule in use.
+        num_layers (`int`): Attention layers of the model.
+        batch (`int`): Requests.
+        context (`int`): Prompt tokens of each.
+        num_passes (`int`): Fewest forward passes past the prompt. The engine may start one more than it needs.
+
+    Returns:
+        `float`: The share of the cached pages that was read.
+    """
+    passes, rest = divmod(counters.sparse_tokens, batch)
+    if rest or not num_passes <= passes <= num_passes + 1:
+        raise VerificationError(
+            f"{counters.sparse_tokens} tokens attended sparsely, but {batch} requests made {num_passes} steps past "
+            "their prompts. The sparse path does not see the steps it should, so nothing is reported."
+        )
+    expected = kept_fraction(schedule, num_layers, range(context + 1, context + 1 + passes))
+    measured = counters.kept_fraction
+    if measured is None or not math.isclose(measured, expected, rel_tol=1e-6):
+        raise VerificationError(
+            f"The layers read {measured} of the cached pages at {context} tokens, the schedule says {expected:.6f}. "
+            "Nothing is reported."
+        )
+    return measured
+
+
+def check_full_step(outputs: list, batch: int) -> None:
+    """Refuse a step in which not each of the `batch` (`int`) requests got one token."""
+    tokens = [len(output.outputs[0].token_ids) for output in outputs]
+    if tokens != [1] * batch:
+        raise VerificationError(
+            f"A timed step gave {sum(tokens)} tokens to {len(tokens)} requests instead of one to each of {batch}: the "
+            "batch does not run as a whole. Use a smaller batch or a shorter context."
+        )
+
+
+def measure_copy_bandwidth(device) -> float:
+    """Bytes read and written per second by copies inside the memory of `device` (`torch.device`): the median of 20."""
+    import torch
+
+    cuda = device.type == "cuda"
+    source = torch.zeros(2**31 if cuda else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(25):
+        _synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    bandwidth = 2 * source.numel() / statistics.median(seconds[5:])
+    del source, target
+    if cuda:
+        torch.cuda.empty_cache()
+    return bandwidth
+
+
+def _synchronize(device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class VariantBench:
+    """
+    An engine and what is measured with it.
+
+    Args:
+        job (`dict`): As in the module's description.
+        device (`torch.device`): Where the engine runs.
+    """
+
+    def __init__(self, job: dict[str, Any], device):
+        from vllm import LLM
+
+        self.job, self.device = job, device
+        self.schedule = self.state = None
+        engine = dict(job["engine"])
+        if not job["prefill"]:
+            # Zero mean: keys with a common direction would make all pages' scores alike.
+            engine["kv_transfer_config"] = {
+                "kv_connector": "DecodeBenchConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.5},
+            }
+        if job["variant"] == "sparse":
+            from .vllm_plugin import register
+
+            register()
+            from . import vllm_backend
+
+            self.schedule = SparsityScheduleConfig.from_dict(job["schedule"])
+            engine["additional_config"] = {vllm_backend.ADDITIONAL_CONFIG_KEY: job["schedule"]}
+            if device.type == "cuda":
+                engine["attention_backend"] = "CUSTOM"
+            self.llm = LLM(**engine)
+            (self.state,) = self.llm.collective_rpc(vllm_backend.attach_sparse_rollout)
+        else:
+            self.llm = LLM(**engine)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.config = self.engine.vllm_config
+        self.num_layers = self.config.model_config.hf_text_config.num_hidden_layers
+        self._num_requests = 0
+        layers = self.config.compilation_config.static_forward_context.values()
+        impls = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
+        self.attention = sorted(f"{impl.__module__}.{impl.__qualname__}" for impl in impls)
+        if self.schedule is None and not all(name.startswith("vllm.") for name in self.attention):
+            raise VerificationError(
+                f"The dense engine does not run vLLM's own attention but {', '.join(self.attention)}."
+            )
+        gc.collect()
+        gc.freeze()
+
+    @property
+    def prefill_steps(self) -> int:
+        """`int`: Most steps that pass before the last request of the largest workload has its first token."""
+        if not self.job["prefill"]:
+            return 1
+        prompt_tokens = max(batch * context for batch, context in self.job["workloads"])
+        # Requests that decode already take their share of each step's tokens.
+        per_step = self.config.scheduler_config.max_num_batched_tokens - max(b for b, _ in self.job["workloads"])
+        return -(-prompt_tokens // max(per_step, 1)) + 1
+
+    def check_capacity(self, batch: int, tokens: int) -> None:
+        """Refuse `batch` (`int`) requests of `tokens` (`int`) tokens that the KV cache does not hold."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        needed = batch * -(-tokens // self.config.cache_config.block_size)
+        free = pool.get_num_free_blocks()
+        if needed > free:
+            raise ValueError(
+                f"{batch} requests of {tokens} tokens need {needed} blocks of the KV cache, which has {free} of "
+                f"{self.config.cache_config.block_size} tokens. Use a batch of at most "
+                f"{free * batch // needed}, a shorter context, or a higher --gpu-memory-utilization."
+            )
+
+    def start(self, batch: int, context: int, max_tokens: int, logprobs: int | None = None) -> list:
+        """Add `batch` requests of `context` prompt tokens, make their first step and return its outputs."""
+        import torch
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.check_capacity(batch, context + max_tokens)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        vocab_size = self.config.model_config.get_vocab_size()
+        generator = torch.Generator().manual_seed(self._num_requests)
+        prompts = torch.randint(vocab_size, (batch, context), generator=generator).tolist()
+        for prompt in prompts:
+            self.engine.add_request(str(self._num_requests), {"prompt_token_ids": prompt}, params)
+            self._num_requests += 1
+        outputs = self.engine.step()
+        if self.state is not None and not self.job["prefill"]:
+            from . import vllm_backend
+
+            # The fill writes keys past the layers, which would have kept the landmarks.
+            self.llm.collective_rpc(vllm_backend.rebuild_landmarks)
+        return outputs
+
+    def finish(self) -> None:
+        """Let all requests end, and check that they left nothing in the KV cache."""
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        while self.core.scheduler.has_requests() or self.core.batch_queue:
+            self.engine.step()
+        usage = self.core.scheduler.kv_cache_manager.usage
+        if usage:
+            raise VerificationError(f"{usage:.1%} of the KV cache is still in use after all requests have ended.")
+
+    def verify(self, batch: int, context: int) -> dict[str, Any]:
+        """Generate a few tokens, and check their log-probs and the pages read."""
+        before = replace(self.state.counters) if self.state else None
+        logprobs: dict[str, list[float]] = {}
+        outputs = self.start(batch, context, CHECK_TOKENS, logprobs=0)
+        while True:
+            for output in outputs:
+                completion = output.outputs[0]
+                values = logprobs.setdefault(output.request_id, [])
+                for token, position in zip(completion.token_ids, completion.logprobs or [], strict=True):
+                    values.append(position[token].logprob)
+            if not self.engine.has_unfinished_requests():
+                break
+            outputs = self.engine.step()
+        self.finish()
+        if len(logprobs) != batch or any(len(values) != CHECK_TOKENS for values in logprobs.values()):
+            raise VerificationError(f"Not every one of {batch} requests got {CHECK_TOKENS} tokens with a log-prob.")
+        for request_id, values in logprobs.items():
+            check_logprobs(values, request_id)
+        flat = [value for values in logprobs.values() for value in values]
+        verified = {"logprobs": len(flat), "mean_logprob": statistics.fmean(flat)}
+        if self.state:
+            verified["kept_fraction"] = check_kept_fraction(
+                self.state.counters.since(before), self.schedule, self.num_layers, batch, context, CHECK_TOKENS - 1
+            )
+        return verified
+
+    def start_decoding(self, batch: int, context: int, num_steps: int) -> tuple[float, int]:
+        """
+        Bring `batch` requests to the point where `num_steps` more steps decode all of them.
+
+        Returns:
+            `tuple[float, int]`: Mean tokens generated so far, and the `max_tokens` of the requests.
+        """
+        max_tokens = num_steps + self.job["warmup"] + self.prefill_steps + 1
+        generated: dict[str, int] = {}
+        outputs = self.start(batch, context, max_tokens)
+        warmup = self.job["warmup"]
+        while True:
+            for output in outputs:
+                tokens = len(output.outputs[0].token_ids)
+                generated[output.request_id] = generated.get(output.request_id, 0) + tokens
+            if len(generated) == batch:
+                if not warmup:
+                    break
+                warmup -= 1
+            outputs = self.engine.step()
+        return statistics.fmean(generated.values()), max_tokens
+
+    def measure(self, batch: int, context: int) -> dict[str, Any]:
+        """Step times of `batch` requests that begin with `context` cached tokens, in `blocks` blocks of `steps`."""
+        verified = self.verify(batch, context)
+        steps, blocks = self.job["steps"], self.job["blocks"]
+        before = replace(self.state.counters) if self.state else None
+        generated, max_tokens = self.start_decoding(batch, context, steps * blocks)
+        seconds = []
+        for _ in range(blocks):
+            # Steps overlap under asynchronous scheduling, so only a whole block has a time of its own.
+            _synchronize(self.device)
+            start = time.perf_counter()
+            outputs = [self.engine.step() for _ in range(steps)]
+            _synchronize(self.device)
+            seconds.append((time.perf_counter() - start) / steps)
+            for step_outputs in outputs:
+                check_full_step(step_outputs, batch)
+        self.finish()
+        if self.state:
+            check_kept_fraction(
+                self.state.counters.since(before), self.schedule, self.num_layers, batch, context, max_tokens - 1
+            )
+        first = context + round(generated) + 1
+        return {
+            "batch": batch,
+            "context": context,
+            "lengths": [first, first + steps * blocks - 1],
+            "step_seconds": seconds,
+            "verified": verified,
+        }
+
+    def profile(self, batch: int, context: int) -> dict[str, dict[str, float]]:
+        """Device time per step by kernel name: `{"microseconds": ..., "calls": ...}`."""
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        self.start_decoding(batch, context, PROFILE_STEPS)
+        _synchronize(self.device)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            outputs = [self.engine.step() for _ in range(PROFILE_STEPS)]
+            _synchronize(self.device)
+        for step_outputs in outputs:
+            check_full_step(step_outputs, batch)
+        self.finish()
+        kernels: dict[str, dict[str, float]] = {}
+        for event in profiler.events():
+            if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+                kernel = kernels.setdefault(event.name, {"microseconds": 0.0, "calls": 0.0})
+                kernel["microseconds"] += event.time_range.elapsed_us() / PROFILE_STEPS
+                kernel["calls"] += 1 / PROFILE_STEPS
+        if not kernels:
+            raise VerificationError("The profiler saw no kernel. Run without --breakdown.")
+        return kernels
+
+
+def measure_variant(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure all workloads of a `job` (`dict`, as in the module's description) and return the result file's object."""
+    # The engine's steps are driven and timed from this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # as in rollouts: V1 exposes the prompt lengths
+    check_version("vllm")
+    import torch
+    import transformers
+    from vllm.platforms import current_platform
+
+    device = torch.device("cuda" if current_platform.is_cuda() else "cpu")
+    progress("measuring the memory's bandwidth")
+    bandwidth = measure_copy_bandwidth(device)
+    progress("starting the engine")
+    start = time.perf_counter()
+    bench = VariantBench(job, device)
+    engine_seconds = time.perf_counter() - start
+    workloads = []
+    for index, (batch, context) in enumerate(job["workloads"]):
+        progress(f"{batch} x {context} tokens ({index + 1} of {len(job['workloads'])})")
+        workloads.append(bench.measure(batch, context))
+        progress(f"{batch} x {context}: {1e3 * statistics.median(workloads[-1]['step_seconds']):.2f} ms a step")
+    if job["breakdown"]:
+        # Last: a profiler that has run once may slow the steps that are timed after it.
+        for workload in workloads:
+            progress(f"kernels at {workload['batch']} x {workload['context']}")
+            workload["kernels"] = bench.profile(workload["batch"], workload["context"])
+    pool = bench.core.scheduler.kv_cache_manager.block_pool
+    return {
+        "variant": job["variant"],
+        "attention": bench.attention,
+        "copy_bandwidth": bandwidth,
+        "engine_start_seconds": engine_seconds,
+        "kv_cache_tokens": pool.get_num_free_blocks() * bench.config.cache_config.block_size,
+        "block_size": bench.config.cache_config.block_size,
+        "max_model_len": bench.config.model_config.max_model_len,
+        "async_scheduling": bool(bench.config.scheduler_config.async_scheduling),
+        "v2_model_runner": bool(bench.config.use_v2_model_runner),
+        "cudagraph_mode": str(bench.config.compilation_config.cudagraph_mode),
+        "device": current_platform.get_device_name() if device.type == "cuda" else "cpu",
+        "versions": {
+            "torch": torch.__version__,
+            "triton": _triton_version(),
+            "vllm": installed_version("vllm"),
+            "transformers": transformers.__version__,
+        },
+        "workloads": workloads,
+    }
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return getattr(triton, "__version__", None)
+
+
+def main(job_path: str, result_path: str) -> None:
+    """Measure the job in the file `job_path` (`str`) and write the result to `result_path` (`str`)."""
+    result = measure_variant(read_json_object(Path(job_path)))
+    write_atomically(Path(result_path), dump_json_object(result, "the benchmark's result"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
