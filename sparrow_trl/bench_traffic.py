@@ -1,6 +1,6 @@
 """What a decode step must read: the model's weights, the kept pages' keys and values, and the landmarks."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .schedule import SparsityScheduleConfig
 
@@ -71,23 +71,26 @@ class StepTraffic:
     Bytes that one decode step reads.
 
     Args:
-        kv (`float`): Keys and values of the kept pages.
+        dense_kv (`float`): Keys and values in layers that attend densely.
+        sparse_kv (`float`): Keys and values of the kept pages in the other layers.
         landmarks (`float`): Landmarks of the candidate pages.
         weights (`float`): Weights of the model.
     """
 
-    kv: float
+    dense_kv: float
+    sparse_kv: float
     landmarks: float
     weights: float
 
     @property
-    def total(self) -> float:
-        """`float`: All of them."""
-        return self.kv + self.landmarks + self.weights
+    def kv(self) -> float:
+        """`float`: Keys and values of all layers."""
+        return self.dense_kv + self.sparse_kv
 
-    def to_dict(self) -> dict[str, float]:
-        """The fields, and their sum as `total`."""
-        return {**asdict(self), "total": self.total}
+    @property
+    def total(self) -> float:
+        """`float`: Everything."""
+        return self.kv + self.landmarks + self.weights
 
 
 def num_kept_pages(schedule: SparsityScheduleConfig, length: int, layer: int) -> int:
@@ -119,19 +122,22 @@ def step_traffic(
         lengths (`Sequence[int]`): Cached lengths to average over; all sequences have the same.
         schedule ([`SparsityScheduleConfig`], *optional*): Sparsity schedule; dense attention by default.
     """
-    kv = landmarks = 0
+    dense_kv = sparse_kv = landmarks = 0
     for length in lengths:
         if schedule is None:
-            kv += length * shape.kv_bytes_per_token
+            dense_kv += length * shape.kv_bytes_per_token
             continue
         pages = -(-length // schedule.page_size)
         landmark_bytes = 1 if schedule.landmark_dtype == "fp8_e4m3" else shape.element_bytes
         page_landmarks = schedule.landmarks_per_page * shape.kv_heads * shape.head_dim * landmark_bytes
         for layer in range(shape.num_layers):
+            if schedule.is_dense_layer(layer):
+                dense_kv += length * shape.layer_kv_bytes_per_token
+                continue
             kept = num_kept_pages(schedule, length, layer)
             # The last page, always kept, may be partial.
-            kv += (length - (pages - kept) * schedule.page_size) * shape.layer_kv_bytes_per_token
-            if kept < pages:  # a row that keeps all its pages scores none
+            sparse_kv += (length - (pages - kept) * schedule.page_size) * shape.layer_kv_bytes_per_token
+            if kept < pages:  # a row that keeps all its pages needs no scores
                 landmarks += (pages - schedule.sink_pages - schedule.recent_pages) * page_landmarks
-    count = len(lengths)
-    return StepTraffic(kv=batch * kv / count, landmarks=batch * landmarks / count, weights=shape.weight_bytes)
+    factor = batch / len(lengths)
+    return StepTraffic(dense_kv * factor, sparse_kv * factor, landmarks * factor, shape.weight_bytes)

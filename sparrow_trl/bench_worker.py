@@ -2,17 +2,17 @@
 One engine variant of `sparrow-trl bench`, measured in a process of its own: `python -m sparrow_trl.bench_worker JOB
 RESULT`.
 
-`JOB` is a JSON object that [`bench`][sparrow_trl.bench] writes: `variant` (`"dense"` or `"sparse"`), `schedule` (its
-fields, or null), `workloads` (pairs of batch and context), `steps`, `blocks`, `warmup`, `breakdown`, `prefill`, and
-`engine`, keyword arguments of [`vllm.LLM`]. `RESULT` appears only when every workload was measured and verified. Lines
-on the standard output that begin with [`PROGRESS`] say what is being done.
+`JOB` is a JSON object: `variant` (`"dense"` or `"sparse"`), `schedule` (its fields, or null), `workloads` (pairs of
+batch and context), `steps`, `blocks`, `warmup`, `breakdown`, `prefill` (whether prompts are computed, or the cache is
+filled with random keys and values), `prefill_steps` (most steps until the last request has its first token), and
+`engine` (keyword arguments of [`vllm.LLM`]). `RESULT` appears when every workload has been measured and verified.
+Lines of the standard output that begin with [`PROGRESS`] say what is being done.
 
 One engine serves all workloads. Requests end by their own `max_tokens`, so the number of forward passes past each
 prompt is known, and the pages that were read can be held against the schedule exactly.
 """
 
 import gc
-import math
 import os
 import statistics
 import sys
@@ -21,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .bench_traffic import kept_fraction
+from .bench_checks import VerificationError, check_full_step, check_kept_fraction, check_logprobs
+from .bench_plan import num_new_tokens
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .schedule import SparsityScheduleConfig
 from .versions import check_version, installed_version
@@ -33,67 +34,10 @@ CHECK_TOKENS = 4
 PROFILE_STEPS = 4
 
 
-class VerificationError(RuntimeError):
-    """What was generated is not what was to be measured, so no time of it means anything."""
-
-
 def progress(text: str) -> None:
     """Tell the parent process what is being done."""
     sys.stdout.write(f"{PROGRESS}{text}\n")
     sys.stdout.flush()
-
-
-def check_logprobs(logprobs: list[float], request_id: str) -> None:
-    """Refuse log-probs of sampled tokens that are not finite or are positive."""
-    broken = [value for value in logprobs if not (math.isfinite(value) and value <= 1e-6)]
-    if broken:
-        raise VerificationError(
-            f"Request {request_id} has the log-prob {broken[0]} at a sampled token. The attention kernel or the weights "
-            "are broken, so nothing is reported."
-        )
-
-
-def check_kept_fraction(
-    counters, schedule: SparsityScheduleConfig, num_layers: int, batch: int, context: int, num_passes: int
-) -> float:
-    """
-    Refuse a share of pages read that is not the schedule's.
-
-    Args:
-        counters ([`vllm_backend.DecodeCounters`]): What was read by `batch` requests of `context` prompt tokens.
-        schedule ([`SparsityScheduleConfig`]): The schedule in use.
-        num_layers (`int`): Attention layers of the model.
-        batch (`int`): Requests.
-        context (`int`): Prompt tokens of each.
-        num_passes (`int`): Fewest forward passes past the prompt. The engine may start one more than it needs.
-
-    Returns:
-        `float`: The share of the cached pages that was read.
-    """
-    passes, rest = divmod(counters.sparse_tokens, batch)
-    if rest or not num_passes <= passes <= num_passes + 1:
-        raise VerificationError(
-            f"{counters.sparse_tokens} tokens attended sparsely, but {batch} requests made {num_passes} steps past "
-            "their prompts. The sparse path does not see the steps it should, so nothing is reported."
-        )
-    expected = kept_fraction(schedule, num_layers, range(context + 1, context + 1 + passes))
-    measured = counters.kept_fraction
-    if measured is None or not math.isclose(measured, expected, rel_tol=1e-6):
-        raise VerificationError(
-            f"The layers read {measured} of the cached pages at {context} tokens, the schedule says {expected:.6f}. "
-            "Nothing is reported."
-        )
-    return measured
-
-
-def check_full_step(outputs: list, batch: int) -> None:
-    """Refuse a step in which not each of the `batch` (`int`) requests got one token."""
-    tokens = [len(output.outputs[0].token_ids) for output in outputs]
-    if tokens != [1] * batch:
-        raise VerificationError(
-            f"A timed step gave {sum(tokens)} tokens to {len(tokens)} requests instead of one to each of {batch}: the "
-            "batch does not run as a whole. Use a smaller batch or a shorter context."
-        )
 
 
 def measure_copy_bandwidth(device) -> float:
@@ -172,18 +116,11 @@ class VariantBench:
             raise VerificationError(
                 f"The dense engine does not run vLLM's own attention but {', '.join(self.attention)}."
             )
+        tokens = num_new_tokens(job["steps"] * job["blocks"], job["warmup"], job["prefill_steps"])
+        for batch, context in job["workloads"]:
+            self.check_capacity(batch, context + tokens)
         gc.collect()
         gc.freeze()
-
-    @property
-    def prefill_steps(self) -> int:
-        """`int`: Most steps that pass before the last request of the largest workload has its first token."""
-        if not self.job["prefill"]:
-            return 1
-        prompt_tokens = max(batch * context for batch, context in self.job["workloads"])
-        # Requests that decode already take their share of each step's tokens.
-        per_step = self.config.scheduler_config.max_num_batched_tokens - max(b for b, _ in self.job["workloads"])
-        return -(-prompt_tokens // max(per_step, 1)) + 1
 
     def check_capacity(self, batch: int, tokens: int) -> None:
         """Refuse `batch` (`int`) requests of `tokens` (`int`) tokens that the KV cache does not hold."""
@@ -269,7 +206,7 @@ class VariantBench:
         Returns:
             `tuple[float, int]`: Mean tokens generated so far, and the `max_tokens` of the requests.
         """
-        max_tokens = num_steps + self.job["warmup"] + self.prefill_steps + 1
+        max_tokens = num_new_tokens(num_steps, self.job["warmup"], self.job["prefill_steps"])
         generated: dict[str, int] = {}
         outputs = self.start(batch, context, max_tokens)
         warmup = self.job["warmup"]
@@ -339,7 +276,7 @@ class VariantBench:
 
 
 def measure_variant(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure all workloads of a `job` (`dict`, as in the module's description) and return the result file's object."""
+    """Measure all workloads of a `job` (`dict`, as in the module's description); the result is what its file holds."""
     # The engine's steps are driven and timed from this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # as in rollouts: V1 exposes the prompt lengths

@@ -1,0 +1,169 @@
+"""The command `sparrow-trl`. Each subcommand is thin: it reads its arguments and calls the module of its name."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+# Columns of the tables where the output is no terminal.
+FILE_WIDTH = 140
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Run the command line.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments, by default those of the process.
+
+    Returns:
+        `int`: Exit status.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ImportError, RuntimeError, ValueError) as error:
+        sys.stderr.write(f"sparrow-trl {args.command}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sparrow-trl", description="Sparse rollouts for TRL.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_bench(commands)
+    return parser
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure decode steps of dense and sparse rollouts",
+        description="Measure decode steps of dense (vLLM's own attention) and sparse rollouts on the same workload.",
+    )
+    bench.set_defaults(run=_run_bench)
+    add = bench.add_argument
+    add("--model", required=True, help="qwen3-1.7b, -4b, -8b or -14b (dummy weights), a folder, or a Hub id")
+    schedule = bench.add_mutually_exclusive_group(required=True)
+    schedule.add_argument("--preset", metavar="NAME", help="published schedule, such as qwen3-1.7b-0.86")
+    schedule.add_argument("--schedule", metavar="PATH", help="folder, file or Hub id of a schedule")
+    add(
+        "--output",
+        type=Path,
+        default=Path("bench"),
+        help="folder for bench.json, bench.png and the engines' logs (bench)",
+    )
+
+    what = bench.add_argument_group("what to measure")
+    add = what.add_argument
+    add("--workload", action="append", type=_workload, metavar="BxC", help="B sequences of C tokens; repeatable")
+    add("--batch", type=_batch, metavar="N", help="sequences at each --context, or 'auto': as many as fit")
+    add("--context", type=_contexts, metavar="C[,C...]", help="cached tokens, each measured with --batch sequences")
+    add("--profile", choices=["rollout"], help="time a whole rollout, with --batch sequences or as many as fit")
+    add("--max-length", type=_positive, default=32_768, metavar="TOKENS", help="length of that rollout (%(default)s)")
+    add("--points", type=_positive, default=17, metavar="N", help="contexts at which it is timed (%(default)s)")
+    add("--variant", choices=["dense", "sparse", "both"], default="both", help="which to run (%(default)s)")
+    add("--steps", type=_positive, default=24, metavar="N", help="decode steps in a timed block (%(default)s)")
+    add("--blocks", type=_positive, default=3, metavar="N", help="timed blocks of a workload (%(default)s)")
+    add("--warmup", type=_positive, default=8, metavar="N", help="decode steps before them (%(default)s)")
+    add("--breakdown", action="store_true", help="measure the time of each kernel as well (GPU)")
+
+    engine = bench.add_argument_group("engine")
+    add = engine.add_argument
+    add("--load-format", default="dummy", help="dummy weights, or auto for the model's (%(default)s)")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="of weights and KV cache (%(default)s)",
+    )
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the GPU's memory (%(default)s)")
+    add("--kv-cache-memory", type=float, metavar="GIB", help="size of the KV cache, instead of what is left")
+    add("--block-size", type=_positive, metavar="TOKENS", help="tokens in a block of the KV cache")
+    add("--max-model-len", type=_positive, metavar="TOKENS", help="longest sequence; by default what is measured")
+    add("--enforce-eager", action="store_true", help="run without CUDA graphs")
+    add("--prefill", action="store_true", help="compute the prompts instead of filling the KV cache (always on CPU)")
+
+
+def _run_bench(args: argparse.Namespace) -> None:
+    from .schedule import SparsityScheduleConfig
+    from .versions import check_version
+
+    check_version("vllm")
+    from rich.console import Console
+
+    from .bench import PICTURE_NAME, RESULT_NAME, VARIANTS, BenchOptions, run_bench
+    from .bench_report import print_tables
+
+    rollout = args.profile == "rollout"
+    if args.context and args.batch is None:
+        raise ValueError("--context needs --batch: a number of sequences, or 'auto'.")
+    if args.batch is not None and not args.context and not rollout:
+        raise ValueError("--batch needs --context or --profile rollout.")
+    contexts, auto = args.context or [], args.batch == "auto"
+    if args.preset:
+        schedule = SparsityScheduleConfig.from_preset(args.preset)
+    else:
+        schedule = SparsityScheduleConfig.from_pretrained(args.schedule)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    result = run_bench(
+        BenchOptions(
+            model=args.model,
+            schedule=schedule,
+            workloads=[*(args.workload or []), *([] if auto else [(args.batch, context) for context in contexts])],
+            auto_contexts=contexts if auto else [],
+            rollout_length=args.max_length if rollout else None,
+            rollout_batch=None if auto else args.batch,
+            rollout_points=args.points,
+            variants=VARIANTS if args.variant == "both" else (args.variant,),
+            steps=args.steps,
+            blocks=args.blocks,
+            warmup=args.warmup,
+            breakdown=args.breakdown,
+            prefill=args.prefill,
+            load_format=args.load_format,
+            dtype=args.dtype,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if args.kv_cache_memory is None else int(args.kv_cache_memory * 2**30),
+            block_size=args.block_size,
+            max_model_len=args.max_model_len,
+            enforce_eager=args.enforce_eager,
+        ),
+        args.output,
+        console.print,
+    )
+    print_tables(result, console)
+    console.print(f"Wrote {args.output / RESULT_NAME} and {args.output / PICTURE_NAME}.")
+
+
+def _workload(text: str) -> tuple[int, int]:
+    from .bench_plan import parse_workload
+
+    try:
+        return parse_workload(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _batch(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
+
+
+def _contexts(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return value
