@@ -1,7 +1,7 @@
 """Random decode batches over a paged cache, in which everything that no one may read is NaN."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,40 @@ class PagedBatch:
     def tensors(self):
         return self.query, self.key_cache, self.value_cache, self.block_table, self.seq_lens
 
+    def placed(self, device, layout="packed"):
+        """The batch on a device, its cache in memory as `arrange_cache` does it."""
+        query, key_cache, value_cache, block_table, seq_lens = (tensor.to(device) for tensor in self.tensors)
+        key_cache, value_cache = arrange_cache(key_cache, value_cache, layout)
+        return replace(
+            self,
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_table=block_table,
+            seq_lens=seq_lens,
+        )
+
+
+# What kernels that multiply matrices are tested with. Triton's interpreter takes bfloat16 matrices for integers, and
+# on a GPU nobody has a float32 cache.
+KERNEL_DTYPES = (torch.float16, torch.bfloat16) if torch.cuda.is_available() else (torch.float16, torch.float32)
+
+LAYOUTS = ("separate", "packed", "packed_token_major")
+
+
+def arrange_cache(key_cache, value_cache, layout):
+    """
+    The same keys and values in memory as two tensors of their own (`"separate"`), as halves of one tensor
+    `[blocks, kv_heads, block_size, 2 * head_dim]`, as vLLM stores them (`"packed"`), or as halves of one tensor whose
+    tokens come before its heads (`"packed_token_major"`).
+    """
+    if layout == "separate":
+        return key_cache.contiguous(), value_cache.contiguous()
+    packed = torch.cat([key_cache, value_cache], dim=-1)
+    if layout == "packed_token_major":
+        packed = packed.transpose(1, 2).contiguous().transpose(1, 2)
+    return packed.chunk(2, dim=-1)
+
 
 def make_batch(
     lengths, *, kv_heads=2, group=2, head_dim=8, page_size=16, pages_per_block=1, dyadic=False, dtype=None, seed=0
@@ -37,11 +71,13 @@ def make_batch(
     three runs of keys, so that many pages tie.
     """
     generator = np.random.default_rng(seed)
+    dtype = dtype or torch.float32
 
     def numbers(*shape):
         if dyadic:
             return generator.integers(-4, 5, shape) / 4
-        return generator.standard_normal(shape).astype(np.float32).astype(np.float64)
+        # Rounded here, so that the arrays hold what the cache does.
+        return torch.tensor(generator.standard_normal(shape).astype(np.float32)).to(dtype).double().numpy()
 
     block_size = page_size * pages_per_block
     blocks_of = [math.ceil(length / block_size) for length in lengths]
@@ -66,7 +102,6 @@ def make_batch(
             cache[1, blocks[token // block_size], :, token % block_size] = row_values[:, token]
         keys.append(row_keys)
         values.append(row_values)
-    dtype = dtype or torch.float32
     return PagedBatch(
         query=torch.tensor(numbers(len(lengths), kv_heads * group, head_dim), dtype=dtype),
         key_cache=torch.tensor(cache[0], dtype=dtype),
