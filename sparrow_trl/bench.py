@@ -89,6 +89,8 @@ class BenchOptions:
             Whether to measure the time of each kernel as well.
         prefill (`bool`, *optional*, defaults to `False`):
             Whether to compute the prompts instead of filling the KV cache. Always so on a CPU.
+        model_runner (`str`, *optional*, defaults to `"v1"`):
+            vLLM's model runner, `"v1"` (that of the trainer's rollouts) or `"v2"`.
         load_format (`str`, *optional*, defaults to `"dummy"`):
             vLLM's `load_format`; model shapes have no weights to load.
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
@@ -118,6 +120,7 @@ class BenchOptions:
     warmup: int = 8
     breakdown: bool = False
     prefill: bool = False
+    model_runner: str = "v1"
     load_format: str = "dummy"
     dtype: str = "bfloat16"
     gpu_memory_utilization: float = 0.9
@@ -238,6 +241,7 @@ def _plan(options: BenchOptions, model: str, shape: ModelShape) -> tuple[dict[st
         "blocks": options.blocks,
         "warmup": options.warmup,
         "breakdown": options.breakdown,
+        "model_runner": options.model_runner,
         "prefill": prefill,
         "prefill_steps": tokens - num_new_tokens(timed, options.warmup, 0),
         "engine": engine_arguments(

@@ -126,9 +126,12 @@ def rollout_contexts(
             f"points and {max_length} tokens."
         )
     grid = np.unique(np.append(np.arange(FIRST_CONTEXT, last, schedule.page_size), last))
-    budgets = np.array([schedule.to_table(max_length, layer).numpy() for layer in _sparse_layers(shape, schedule)])
-    pages = -(-(grid + 1) // schedule.page_size), -(-(grid + window) // schedule.page_size)
-    whole = (budgets[:, pages[0]] == budgets[:, pages[1]]).all(axis=0)
+    first_pages, last_pages = -(-(grid + 1) // schedule.page_size), -(-(grid + window) // schedule.page_size)
+    whole = np.ones(len(grid), dtype=bool)
+    for layer in range(shape.num_layers):
+        if not schedule.is_dense_layer(layer):
+            table = schedule.to_table(max_length, layer).numpy()
+            whole &= table[first_pages] == table[last_pages]
     whole[[0, -1]] = True
     grid = grid[whole]
     reads = np.array([step_traffic(shape, 1, [int(context) + window // 2], schedule).total for context in grid])
@@ -141,15 +144,6 @@ def rollout_contexts(
             worst = (chosen[gap] + chosen[gap + 1]) // 2
         chosen = sorted({*chosen, worst})
     return grid[chosen].tolist()
-
-
-def _sparse_layers(shape: ModelShape, schedule: SparsityScheduleConfig) -> list[int]:
-    """A layer for each budget table in use: those with a table of their own, and one without."""
-    tables = {}
-    for layer in range(shape.num_layers):
-        if not schedule.is_dense_layer(layer):
-            tables.setdefault(tuple(schedule.to_table(schedule.bin_tokens * 64, layer).tolist()), layer)
-    return list(tables.values())
 
 
 def integrate_rollout(lengths: list[float], step_seconds: list[float], max_length: int) -> float:

@@ -16,13 +16,11 @@ KERNEL_GROUPS = {
     "selection": r"^_(select|list)_",
     "attention": r"^_attend_",
     "merge": r"^_merge_",
-    "dense attention": r"flash|fmha",
     "cache write": r"reshape_and_cache",
+    "dense attention": r"flash|fmha",
     "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk",
     "other": r"",
 }
-
-SPARSE_ATTENTION = ("scoring", "selection", "attention", "merge")
 
 
 def kernel_group(name: str) -> str:
@@ -41,7 +39,9 @@ def group_kernels(kernels: dict[str, dict[str, float]], step_seconds: float, tra
 
     Returns:
         `dict[str, Any]`: `groups` (microseconds and calls per step, microseconds per call), `idle_microseconds` (the
-        step less all kernels), and bytes per second over the time of the kernels that read them.
+        step less all kernels), `kv_bandwidth_over_attention` (bytes of keys and values per second, over all that
+        attention takes), `kv_bandwidth_of_attention_kernels` (over the kernels that read them and merge what they
+        found), and `selection_share` (of sparse attention's time).
     """
     groups: dict[str, dict[str, float]] = {}
     for name, kernel in kernels.items():
@@ -55,17 +55,17 @@ def group_kernels(kernels: dict[str, dict[str, float]], step_seconds: float, tra
     def microseconds(*names):
         return sum(groups[name]["microseconds"] for name in names if name in groups)
 
-    def bandwidth(read, time):
-        return read / time * 1e6 if time else None
+    def bandwidth(time):
+        return traffic.kv / time * 1e6 if time else None
 
-    sparse = microseconds(*SPARSE_ATTENTION)
+    reading = microseconds("dense attention", "attention", "merge")
+    choosing = microseconds("scoring", "selection")
     return {
         "groups": groups,
         "idle_microseconds": 1e6 * step_seconds - microseconds(*groups),
-        "kv_bandwidth_over_attention": bandwidth(traffic.kv, microseconds("dense attention") + sparse),
-        "kv_bandwidth_of_dense_attention": bandwidth(traffic.dense_kv, microseconds("dense attention")),
-        "kv_bandwidth_of_sparse_attention": bandwidth(traffic.sparse_kv, microseconds("attention")),
-        "selection_share": microseconds("scoring", "selection") / sparse if sparse else None,
+        "kv_bandwidth_over_attention": bandwidth(reading + choosing),
+        "kv_bandwidth_of_attention_kernels": bandwidth(reading),
+        "selection_share": choosing / (microseconds("attention", "merge") + choosing) if choosing else None,
     }
 
 
@@ -137,9 +137,8 @@ def _breakdown_table(workload: dict[str, Any], variants: list[str]):
     idle = [(f"{breakdown['idle_microseconds']:.0f}", "", "") for breakdown in breakdowns]
     table.add_row("idle", *(text for cell in idle for text in cell))
     for label, name, scale, unit in (
-        ("KV over attention", "kv_bandwidth_over_attention", 1e-12, " TB/s"),
-        ("KV in dense attention", "kv_bandwidth_of_dense_attention", 1e-12, " TB/s"),
-        ("KV in sparse attention", "kv_bandwidth_of_sparse_attention", 1e-12, " TB/s"),
+        ("KV over attention and selection", "kv_bandwidth_over_attention", 1e-12, " TB/s"),
+        ("KV over attention", "kv_bandwidth_of_attention_kernels", 1e-12, " TB/s"),
         ("scoring and selection", "selection_share", 100, "%"),
     ):
         values = [breakdown[name] for breakdown in breakdowns]

@@ -4,9 +4,10 @@ RESULT`.
 
 `JOB` is a JSON object: `variant` (`"dense"` or `"sparse"`), `schedule` (its fields, or null), `workloads` (pairs of
 batch and context), `steps`, `blocks`, `warmup`, `breakdown`, `prefill` (whether prompts are computed, or the cache is
-filled with random keys and values), `prefill_steps` (most steps until the last request has its first token), and
-`engine` (keyword arguments of [`vllm.LLM`]). `RESULT` appears when every workload has been measured and verified.
-Lines of the standard output that begin with [`PROGRESS`] say what is being done.
+filled with random keys and values), `prefill_steps` (most steps until the last request has its first token),
+`model_runner` (`"v1"` or `"v2"`), and `engine` (keyword arguments of [`vllm.LLM`]). `RESULT` appears when every
+workload has been measured and verified. Lines of the standard output that begin with [`PROGRESS`] say what is being
+done.
 
 One engine serves all workloads. Requests end by their own `max_tokens`, so the number of forward passes past each
 prompt is known, and the pages that were read can be held against the schedule exactly.
@@ -279,7 +280,7 @@ def measure_variant(job: dict[str, Any]) -> dict[str, Any]:
     """Measure all workloads of a `job` (`dict`, as in the module's description); the result is what its file holds."""
     # The engine's steps are driven and timed from this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # as in rollouts: V1 exposes the prompt lengths
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[job["model_runner"]]
     check_version("vllm")
     import torch
     import transformers

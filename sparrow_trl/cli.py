@@ -74,6 +74,7 @@ def _add_bench(commands) -> None:
 
     engine = bench.add_argument_group("engine")
     add = engine.add_argument
+    add("--model-runner", choices=["v1", "v2"], default="v1", help="vLLM's model runner (%(default)s, as in training)")
     add("--load-format", default="dummy", help="dummy weights, or auto for the model's (%(default)s)")
     add(
         "--dtype",
@@ -127,6 +128,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             warmup=args.warmup,
             breakdown=args.breakdown,
             prefill=args.prefill,
+            model_runner=args.model_runner,
             load_format=args.load_format,
             dtype=args.dtype,
             gpu_memory_utilization=args.gpu_memory_utilization,

@@ -1,0 +1,379 @@
+"""`sparrow-trl bench`: its arithmetic, what it refuses to report, and both variants through the command line."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from collections import namedtuple
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import tiny_config, tiny_model
+
+from sparrow_trl import SparsityScheduleConfig, preset_names
+from sparrow_trl.bench import VARIANTS, BenchError, BenchOptions, _run_variant, run_bench, summarize
+from sparrow_trl.bench_checks import VerificationError, check_full_step, check_kept_fraction, check_logprobs
+from sparrow_trl.bench_plan import (
+    FIRST_CONTEXT,
+    MODEL_SHAPES,
+    engine_arguments,
+    integrate_rollout,
+    largest_batch,
+    num_new_tokens,
+    parse_workload,
+    rollout_contexts,
+    shape_config,
+)
+from sparrow_trl.bench_report import draw, group_kernels, kernel_group, print_tables
+from sparrow_trl.bench_traffic import ModelShape, StepTraffic, kept_fraction, num_kept_pages, step_traffic
+
+
+# 3 layers with 2 kv heads of 4 dimensions in 2 bytes: 32 bytes a token and layer, 16 bytes a landmark.
+SHAPE = ModelShape(num_layers=3, kv_heads=2, head_dim=4, weight_bytes=1000, total_weight_bytes=1200, element_bytes=2)
+SCHEDULE = SparsityScheduleConfig(top_k_pages=[1, 2, 3, 4], bin_tokens=64, dense_layers=[0])
+
+Counters = namedtuple("Counters", ["kept_fraction", "sparse_tokens"])
+
+
+# What a step reads
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_untied", "qwen2", "llama"])
+def test_weights_are_those_of_the_model(name):
+    model = tiny_model(name)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    shape = ModelShape.from_config(tiny_config(name), element_bytes=4)
+    embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    assert shape.total_weight_bytes == 4 * total
+    assert shape.weight_bytes == 4 * (total - embedding)
+    cache = model(torch.ones(1, 1, dtype=torch.long), use_cache=True).past_key_values
+    values = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert shape.kv_bytes_per_token == 4 * values
+
+
+@pytest.mark.parametrize(
+    "name, parameters, kv_bytes",
+    [
+        ("qwen3-1.7b", 1_720_574_976, 114_688),
+        ("qwen3-4b", 4_022_468_096, 147_456),
+        ("qwen3-8b", 8_190_735_360, 147_456),
+        ("qwen3-14b", 14_768_307_200, 163_840),
+    ],
+)
+def test_model_shapes_have_the_published_sizes(name, parameters, kv_bytes):
+    shape = ModelShape.from_config(shape_config(name))
+    assert shape.total_weight_bytes == 2 * parameters
+    assert shape.kv_bytes_per_token == kv_bytes
+    assert list(MODEL_SHAPES)[:1] == ["qwen3-1.7b"]
+
+
+def test_traffic_of_dense_attention():
+    traffic = step_traffic(SHAPE, 5, [100, 102])
+    assert traffic == StepTraffic(dense_kv=5 * 101 * 3 * 32, sparse_kv=0, landmarks=0, weights=1000)
+    assert traffic.total == 5 * 101 * 96 + 1000
+
+
+def test_traffic_of_a_schedule():
+    # 170 tokens are 11 pages, in bin 11 // 4 = 2: 1 + 3 + 2 pages are kept, 5 are not, 8 are candidates.
+    traffic = step_traffic(SHAPE, 2, [170], SCHEDULE)
+    assert traffic.dense_kv == 2 * 170 * 32
+    assert traffic.sparse_kv == 2 * 2 * (170 - 5 * 16) * 32
+    assert traffic.landmarks == 2 * 2 * 8 * 16
+    fp8 = dataclasses.replace(
+        SCHEDULE, page_score="group_softmax", landmarks_per_page=2, landmark_dtype="fp8_e4m3", dense_layers=[]
+    )
+    assert step_traffic(SHAPE, 1, [170], fp8).landmarks == 3 * 8 * 2 * 8
+
+
+def test_a_row_that_keeps_all_pages_reads_no_landmarks():
+    assert num_kept_pages(SCHEDULE, 64, 1) == 4
+    assert step_traffic(SHAPE, 1, [64], SCHEDULE) == StepTraffic(64 * 32, 2 * 64 * 32, 0, 1000)
+    assert step_traffic(SHAPE, 1, [1000], SparsityScheduleConfig.dense()).dense_kv == 1000 * 96
+
+
+def test_kept_fraction_is_what_the_reference_selects():
+    from sparrow_attention import select_pages
+
+    lengths = [17, 64, 65, 127, 128, 200, 333]
+    pages = -(-max(lengths) // 16)
+    kept = torch.zeros(())
+    for layer in range(SHAPE.num_layers):
+        top_k = torch.tensor([SCHEDULE.top_k(length, layer) for length in lengths], dtype=torch.int32)
+        kept += select_pages(
+            torch.randn(len(lengths), 2, 8),
+            torch.randn(len(lengths), 1, pages, 1, 8),
+            torch.tensor(lengths),
+            top_k,
+            **{name: value for name, value in SCHEDULE.recipe.items() if name != "landmarks_per_page"},
+        ).sum()
+    cached = SHAPE.num_layers * sum(-(-length // 16) for length in lengths)
+    assert kept_fraction(SCHEDULE, SHAPE.num_layers, lengths) == pytest.approx(kept.item() / cached)
+
+
+# What is measured
+
+
+def test_workloads_are_parsed():
+    assert parse_workload("64x16384") == (64, 16_384)
+    for text in ("64", "64x", "x5", "0x5", "64x-1", "ax5", "1x2x3"):
+        with pytest.raises(ValueError, match="BATCHxCONTEXT"):
+            parse_workload(text)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    assert largest_batch(SHAPE, 100, 100 * 96 * 7) == 7
+    assert largest_batch(SHAPE, 100, 100 * 96 * 7 - 1) == 6
+    # A landmark of 48 bytes in 16 tokens adds 3 bytes to a token's 96.
+    assert largest_batch(SHAPE, 100, 100 * 99 * 7, SCHEDULE) == 7
+    assert largest_batch(SHAPE, 100, 100 * 99 * 7 - 1, SCHEDULE) == 6
+    with pytest.raises(ValueError, match="Not one sequence of 100 tokens"):
+        largest_batch(SHAPE, 100, 5)
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if name.endswith("0.86")])
+def test_lines_between_the_contexts_follow_the_schedule(preset):
+    schedule = SparsityScheduleConfig.from_preset(preset)
+    shape = ModelShape.from_config(shape_config(preset.removesuffix("-0.86")))
+    window, end = 82, 32_768
+    contexts = rollout_contexts(shape, schedule, end, window, 17)
+    assert contexts == sorted(set(contexts)) and len(contexts) == 17
+    assert contexts[0] == FIRST_CONTEXT and contexts[-1] == end - window
+    for context in contexts[:-1]:
+        assert schedule.top_k(context + 1) == schedule.top_k(context + window)
+
+    def reads(length):
+        return step_traffic(shape, 1, [length], schedule).kv
+
+    middle = [context + window // 2 for context in contexts]
+    exact = 16 * sum(reads(length) for length in range(8, end, 16))
+    assert integrate_rollout(middle, [reads(length) for length in middle], end) == pytest.approx(exact, rel=5e-3)
+
+
+def test_contexts_of_a_dense_schedule_spread_out():
+    contexts = rollout_contexts(SHAPE, SparsityScheduleConfig.dense(), 4096, 10, 5)
+    assert np.diff(contexts) == pytest.approx(np.mean(np.diff(contexts)), abs=16)
+    with pytest.raises(ValueError, match="at least 2 points"):
+        rollout_contexts(SHAPE, SCHEDULE, 4096, 10, 1)
+    with pytest.raises(ValueError, match="length above 266"):
+        rollout_contexts(SHAPE, SCHEDULE, 266, 10, 5)
+
+
+def test_integration():
+    assert integrate_rollout([1, 100], [2.0, 2.0], 100) == pytest.approx(200)
+    assert integrate_rollout([1, 100], [1.0, 100.0], 100) == pytest.approx(5050)
+    # Flat outside, linear inside: 1, 1, 1, 2, 3, 3.
+    assert integrate_rollout([3, 5], [1.0, 3.0], 6) == pytest.approx(11)
+
+
+def test_engine_arguments():
+    arguments = engine_arguments("m", [(4, 100), (64, 20)], 9, device_is_cpu=False, block_size=None, dtype="bfloat16")
+    assert arguments["max_num_seqs"] == 64 and arguments["max_model_len"] == 109
+    assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [4, 64]}
+    assert "block_size" not in arguments and "enforce_eager" not in arguments
+    assert engine_arguments("m", [(4, 100)], 9, device_is_cpu=True)["enforce_eager"]
+    assert num_new_tokens(num_steps=10, warmup=2, prefill_steps=1) == 14
+
+
+# What is refused
+
+
+def test_log_probs_that_are_broken_are_refused():
+    check_logprobs([-1.0, 0.0, -20.0], "3")
+    for value in (float("nan"), float("-inf"), float("inf"), 0.5):
+        with pytest.raises(VerificationError, match="Request 3 has the log-prob"):
+            check_logprobs([-1.0, value], "3")
+
+
+def test_a_kept_fraction_that_is_not_the_schedules_is_refused():
+    right = kept_fraction(SCHEDULE, 3, range(201, 204))
+    assert right < 1
+    assert check_kept_fraction(Counters(right, 12), SCHEDULE, 3, 4, 200, 3) == right
+    for fraction in (1.0, right * 1.001, None):
+        with pytest.raises(VerificationError, match="the schedule says"):
+            check_kept_fraction(Counters(fraction, 12), SCHEDULE, 3, 4, 200, 3)
+    for tokens in (0, 8, 11, 13, 20):
+        with pytest.raises(VerificationError, match="attended sparsely"):
+            check_kept_fraction(Counters(right, tokens), SCHEDULE, 3, 4, 200, 3)
+
+
+def test_a_step_without_some_request_is_refused():
+    def outputs(*counts):
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * count)]) for count in counts]
+
+    check_full_step(outputs(1, 1, 1), 3)
+    for counts in [(1, 1), (1, 1, 1, 1), (1, 2), (1, 0, 1)]:
+        with pytest.raises(VerificationError, match="instead of one to each of 3"):
+            check_full_step(outputs(*counts), 3)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": "qwen3-2b"}, "The shapes are qwen3-1.7b"),
+        ({"load_format": "auto"}, "a shape without weights"),
+        ({"dtype": "int8"}, "dtype must be"),
+        ({"workloads": []}, "nothing to measure"),
+    ],
+)
+def test_options_that_cannot_be_measured_are_refused(tmp_path, changes, message):
+    options = BenchOptions(**{"model": "qwen3-1.7b", "schedule": SCHEDULE, "workloads": [(1, 64)], **changes})
+    with pytest.raises(ValueError, match=message):
+        run_bench(options, tmp_path, print)
+
+
+def test_a_failed_worker_is_quoted_and_leaves_no_result(tmp_path):
+    with pytest.raises(BenchError, match="(?s)sparse variant failed with exit status 1.*KeyError: 'model_runner'"):
+        _run_variant({"variant": "sparse"}, tmp_path, tmp_path, print)
+    assert not (tmp_path / "sparse.json").exists()
+    assert "KeyError" in (tmp_path / "sparse.log").read_text()
+
+
+# What is reported
+
+
+@pytest.mark.parametrize(
+    "name, group",
+    [
+        ("_update_landmarks_kernel", "landmark update"),
+        ("_score_pages_kernel", "scoring"),
+        ("_select_pages_kernel", "selection"),
+        ("_attend_kernel", "attention"),
+        ("_merge_kernel", "merge"),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...", "dense attention"),
+        ("void flash::FlashAttnFwdCombine<cute::tuple<...", "dense attention"),
+        ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, ...", "cache write"),
+        ("nvjet_tst_64x32_64x16_4x1_v_bz_TNT", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_...", "matmul"),
+        ("triton_red_fused_add_mean_mul_pow_rsqrt_select_0", "other"),
+        ("Memcpy DtoH (Device -> Pinned)", "other"),
+    ],
+)
+def test_kernels_are_grouped_by_name(name, group):
+    assert kernel_group(name) == group
+
+
+def test_breakdown():
+    kernels = {
+        "_attend_kernel": {"microseconds": 60.0, "calls": 2.0},
+        "_merge_kernel": {"microseconds": 10.0, "calls": 2.0},
+        "_score_pages_kernel": {"microseconds": 20.0, "calls": 2.0},
+        "_select_pages_kernel": {"microseconds": 10.0, "calls": 2.0},
+        "nvjet_a": {"microseconds": 30.0, "calls": 1.0},
+        "nvjet_b": {"microseconds": 10.0, "calls": 1.0},
+    }
+    breakdown = group_kernels(kernels, 150e-6, StepTraffic(dense_kv=3e6, sparse_kv=4e6, landmarks=9e9, weights=9e9))
+    assert breakdown["groups"]["matmul"] == {"microseconds": 40.0, "calls": 2.0, "microseconds_per_call": 20.0}
+    assert breakdown["idle_microseconds"] == pytest.approx(10)
+    assert breakdown["kv_bandwidth_over_attention"] == pytest.approx(7e10)
+    assert breakdown["kv_bandwidth_of_attention_kernels"] == pytest.approx(1e11)
+    assert breakdown["selection_share"] == pytest.approx(0.3)
+    dense = {"FlashAttnFwd": {"microseconds": 50.0, "calls": 2.0}}
+    assert group_kernels(dense, 1e-4, StepTraffic(5e6, 0, 0, 0))["kv_bandwidth_of_attention_kernels"] == 1e11
+
+
+def measured(seconds, kernels=None):
+    """What a worker returns for two workloads of a rollout and one of 4 x 170."""
+    workloads = [
+        {"batch": batch, "context": context, "lengths": [context + 1, context + 3], "step_seconds": times}
+        for (batch, context), times in zip([(4, 170), (2, 256), (2, 1000)], seconds, strict=True)
+    ]
+    for workload in workloads if kernels else []:
+        workload["kernels"] = kernels
+    return {
+        "copy_bandwidth": 1e6,
+        "device": "a device",
+        "versions": {"torch": "2", "triton": None},
+        "workloads": workloads,
+    }
+
+
+@pytest.fixture
+def result():
+    raw = {
+        "dense": measured([[0.04, 0.05, 0.06], [0.1], [0.3]], {"flash": {"microseconds": 2e4, "calls": 3}}),
+        "sparse": measured([[0.02, 0.02, 0.03], [0.1], [0.1]], {"_attend_kernel": {"microseconds": 1e4, "calls": 3}}),
+    }
+    summary = summarize(raw, SHAPE, SCHEDULE, [(2, 256), (2, 1000)], 1000)
+    return {"model": "a model", **summary, "variants": raw}
+
+
+def test_summary(result):
+    first = result["workloads"][0]
+    dense, sparse = first["dense"], first["sparse"]
+    assert dense["step_seconds"] == 0.05 and dense["step_seconds_spread"] == pytest.approx(0.02)
+    assert dense["tokens_per_second"] == pytest.approx(80)
+    assert dense["bytes"]["kv"] == 4 * 172 * 96 and dense["bytes"]["total"] == 4 * 172 * 96 + 1000
+    assert dense["kv_bandwidth_over_step"] == pytest.approx(4 * 172 * 96 / 0.05)
+    assert dense["roofline_seconds"] == pytest.approx((4 * 172 * 96 + 1000) / 1e6)
+    assert dense["roofline_ratio"] == pytest.approx(0.05 / dense["roofline_seconds"])
+    assert sparse["bytes"]["kv"] < dense["bytes"]["kv"] and sparse["bytes"]["landmarks"] > 0
+    assert first["speedup"] == pytest.approx(2.5)
+    rollout = result["rollout"]
+    # 0.1 up to 258 cached tokens, linear to 0.3 at 1002, which is past the end.
+    exact = 258 * 0.1 + sum(0.1 + 0.2 * (length - 258) / 744 for length in range(259, 1001))
+    assert rollout["dense"]["seconds"] == pytest.approx(exact)
+    assert rollout["sparse"]["seconds"] == pytest.approx(100)
+    assert rollout["speedup"] == pytest.approx(exact / 100)
+
+
+def test_one_variant_alone_has_no_speedup(result):
+    raw = {"sparse": result["variants"]["sparse"]}
+    summary = summarize(raw, SHAPE, SCHEDULE, [(2, 256), (2, 1000)], 1000)
+    assert "speedup" not in summary["workloads"][0] and "speedup" not in summary["rollout"]
+
+
+@pytest.mark.parametrize("kept", [("dense", "sparse"), ("sparse",)])
+def test_tables_and_picture(result, tmp_path, kept):
+    from matplotlib import image
+
+    result = {
+        **result,
+        **summarize({v: result["variants"][v] for v in kept}, SHAPE, SCHEDULE, [(2, 256), (2, 1000)], 1000),
+        "variants": {v: result["variants"][v] for v in kept},
+    }
+    console = Console(file=io.StringIO(), width=140)
+    print_tables(result, console)
+    text = console.file.getvalue()
+    assert "4 x 170" in text and "20.00" in text and "Rollout of 2 x 1000" in text and "attention" in text
+    assert ("2.50x" in text) == (len(kept) == 2)
+    draw(result, tmp_path / "bench.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.png"]
+    pixels = image.imread(tmp_path / "bench.png")
+    assert pixels.shape[1] > pixels.shape[0] > 300 and pixels[..., :3].std() > 0.05
+
+
+# Both variants, through the command line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model is for vLLM's CPU build")
+def test_both_variants_on_the_cpu(tiny_qwen3, tmp_path):
+    SCHEDULE.save_pretrained(tmp_path / "schedule")
+    command = [sys.executable, "-m", "sparrow_trl", "bench", "--model", tiny_qwen3, "--load-format", "auto"]
+    command += ["--schedule", str(tmp_path / "schedule"), "--output", str(tmp_path / "out"), "--dtype", "float32"]
+    command += ["--workload", "4x64", "--batch", "3", "--context", "200", "--steps", "3", "--blocks", "2"]
+    command += ["--warmup", "1", "--block-size", "32", "--kv-cache-memory", "0.0625"]
+    command += ["--profile", "rollout", "--max-length", "320", "--points", "2"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for text in ("sparse: starting the engine", "4 x 64", "3 x 200", "Rollout of 3 x 320 tokens", "speedup"):
+        assert text in run.stdout
+    names = {"bench.json", "bench.png", "dense.log", "sparse.log"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    result = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert result["variants"]["dense"]["attention"] == ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"]
+    assert result["variants"]["sparse"]["attention"] == ["sparrow_trl.vllm_backend.SparseCPUAttentionImpl"]
+    assert [(w["batch"], w["context"]) for w in result["workloads"][:2]] == [(4, 64), (3, 200)]
+    for workload in result["workloads"]:
+        assert workload["speedup"] > 0
+        assert workload["sparse"]["bytes"]["kv"] <= workload["dense"]["bytes"]["kv"]
+    for variant in VARIANTS:
+        for raw in result["variants"][variant]["workloads"]:
+            assert len(raw["step_seconds"]) == 2
+            assert raw["verified"]["logprobs"] == 4 * raw["batch"]
+    fractions = [raw["verified"]["kept_fraction"] for raw in result["variants"]["sparse"]["workloads"]]
+    assert fractions[1] == pytest.approx(kept_fraction(SCHEDULE, 4, range(201, 204))) and fractions[1] < 1
+    assert result["rollout"]["batch"] == 3 and result["rollout"]["speedup"] > 0
