@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+import brute_force
 import numpy as np
 import torch
 
@@ -43,6 +44,8 @@ class PagedBatch:
 # What kernels that multiply matrices are tested with. Triton's interpreter takes bfloat16 matrices for integers, and
 # on a GPU nobody has a float32 cache.
 KERNEL_DTYPES = (torch.float16, torch.bfloat16) if torch.cuda.is_available() else (torch.float16, torch.float32)
+# The same for long lists of shapes: the interpreter is slow and does the same with either type.
+SHAPE_DTYPES = KERNEL_DTYPES if torch.cuda.is_available() else KERNEL_DTYPES[:1]
 
 LAYOUTS = ("separate", "packed", "packed_token_major")
 
@@ -111,3 +114,43 @@ def make_batch(
         keys=keys,
         values=values,
     )
+
+
+# Error of an output in units of the values that it averages, beyond the rounding to the cache's type: logits are
+# sums of up to 256 products in float32, and an error of one is an error of the weight it gives.
+FLOAT32_ERROR = 2e-5
+
+
+def excess(output, batch, pages, page_size, scale=None):
+    """
+    Largest error of a kernel's output in units of what rounding explains.
+
+    Each weight is rounded to the type of the values before it multiplies them, by half a unit in the last place, and
+    so is the output. `pages[row][kv_head]` lists what is attended to, or is `None` for all pages.
+    """
+    half_unit = torch.finfo(output.dtype).eps / 2
+    query = batch.query.double().cpu().numpy()
+    output = output.double().cpu().numpy()
+    assert np.isfinite(output).all()
+    group = query.shape[1] // batch.key_cache.shape[1]
+    # Rows of length 0 give zeros.
+    worst = np.inf if output[batch.seq_lens.cpu().numpy() == 0].any() else 0.0
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        for q_head in range(query.shape[1] if length else 0):
+            listed = pages[row][q_head // group]
+            tokens = slice(length) if listed is None else brute_force.tokens_of(listed, length, page_size)
+            keys, values = batch.keys[row][q_head // group], batch.values[row][q_head // group]
+            expected = brute_force.attention(query[row, q_head], keys, values, tokens, scale)
+            magnitude = brute_force.attention(query[row, q_head], keys, np.abs(values), tokens, scale)
+            explained = half_unit * (magnitude + np.abs(expected)) + FLOAT32_ERROR * max(1.0, magnitude.max())
+            worst = max(worst, (np.abs(output[row, q_head] - expected) / explained).max())
+    return worst
+
+
+def exact_page_scores(query, landmarks, page_score):
+    """Scores in double precision of the pages of `landmarks [pages, landmarks_per_page, d]` for `query [group, d]`."""
+    logits = torch.einsum("gd,prd->gpr", query.double(), landmarks.double())
+    if page_score == "mean_query":
+        return logits[..., 0].mean(0).numpy()
+    shares = (logits * query.shape[-1] ** -0.5).flatten(1).softmax(-1).unflatten(-1, logits.shape[1:])
+    return shares.sum((0, 2)).numpy()
