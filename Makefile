@@ -8,7 +8,7 @@ READY := .venv/ready-$(DEVICE)
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels quality style docs clean
+.PHONY: help setup demo test test-kernels test-gpu quality style docs clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: setup  ## Run all tests.
 
 test-kernels: setup  ## Run the tests of sparrow_attention alone.
 	$(BIN)/python -m pytest kernels/tests
+
+test-gpu: setup  ## Run the tests that a GPU is for: the Triton kernels, natively, and the engine's GPU backend.
+	$(BIN)/python -m pytest kernels/tests tests/test_gpu_backend.py
 
 quality: setup  ## Check lint and format.
 	$(BIN)/ruff check .
