@@ -14,8 +14,9 @@ of their own.
 """
 
 import logging
+import math
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -38,6 +39,8 @@ from .schedule import SparsityScheduleConfig
 ADDITIONAL_CONFIG_KEY = "sparrow_schedule"
 
 _STATES: "weakref.WeakValueDictionary[str, SparseRolloutState]" = weakref.WeakValueDictionary()
+# Key of the engine whose layers were built last: vLLM asks a backend for KV cache specs without naming the engine.
+_newest_engine = None
 
 
 @dataclass
@@ -79,11 +82,13 @@ class SparseRolloutState:
     def __init__(self, schedule: SparsityScheduleConfig, max_model_len: int, block_size: int):
         self.max_model_len = max_model_len
         self.block_size = block_size
-        self.counters = DecodeCounters()
-        # Dense rollouts (evaluation) from a sparse engine: every layer runs the stock implementation.
+        self.counted = DecodeCounters()
+        # Dense rollouts (evaluation) from a sparse engine: every token keeps all pages.
         self.dense = False
         self.prompt_lengths = None
         self.attention_backend = None
+        # What captured graphs read, on a GPU.
+        self.decode_buffers = None
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
@@ -94,8 +99,24 @@ class SparseRolloutState:
                 f"{self.block_size} tokens. Choose a page_size that divides it, or a block size that is a multiple of "
                 f"{schedule.page_size}."
             )
+        if self.decode_buffers is not None:
+            self.decode_buffers.set_schedule(schedule)
         self.schedule = schedule
         self._tables: dict[int, torch.Tensor] = {}
+
+    @property
+    def counters(self) -> DecodeCounters:
+        """[`DecodeCounters`]: What was counted so far. On a GPU, reading them waits for the device."""
+        if self.decode_buffers is None:
+            return replace(self.counted)
+        kept, cached = self.decode_buffers.decoder.totals.sum((1, 2)).tolist()
+        return replace(self.counted, kept_pages=kept, cached_pages=cached)
+
+    def reset_counters(self) -> None:
+        """Count from zero."""
+        self.counted = DecodeCounters()
+        if self.decode_buffers is not None:
+            self.decode_buffers.decoder.totals.zero_()
 
     def top_k(self, layer: int, num_pages: torch.Tensor) -> torch.Tensor:
         """Pages to keep beside the reserved ones, for rows with `num_pages` pages in `layer`. Shape `[rows]`."""
@@ -141,13 +162,17 @@ def attach_sparse_rollout(worker) -> SparseRolloutState:
             f"Layers with another implementation: {stock or 'all'}. Check that the package's vLLM plug-in is "
             "installed and that VLLM_PLUGINS does not exclude it."
         )
-    if not hasattr(runner, "input_batch"):
-        raise RuntimeError(
-            f"{type(runner).__module__}.{type(runner).__name__} has no `input_batch` to read prompt lengths from. Set "
-            "VLLM_USE_V2_MODEL_RUNNER=0."
-        )
+    state.reset_counters()  # of what warming up has counted
     state.attention_backend = ", ".join(sorted({type(impl).__name__ for impl in impls.values()}))
-    state.prompt_lengths = lambda num_rows: runner.input_batch.num_prompt_tokens_cpu_tensor[:num_rows]
+    if hasattr(runner, "input_batch"):  # model runner V1
+        state.prompt_lengths = lambda common: runner.input_batch.num_prompt_tokens_cpu_tensor[: common.num_reqs]
+    elif hasattr(runner, "req_states"):  # model runner V2, whose batches are not in the order of its table
+        state.prompt_lengths = lambda common: torch.from_numpy(runner.req_states.prompt_len.np[common.req_idx])
+    else:
+        raise RuntimeError(
+            f"{type(runner).__module__}.{type(runner).__name__} has neither `input_batch` nor `req_states` to read "
+            "prompt lengths from. Use one of vLLM's own model runners."
+        )
     return state
 
 
@@ -172,43 +197,74 @@ class SparseRows:
     cover_batch: bool
 
 
+@dataclass
+class BatchLengths:
+    """Lengths of a batch's requests, int64 on the host, each of shape `[requests]`.
+
+    Args:
+        starts (`torch.Tensor`): Index of each request's first token in the flat batch.
+        query_lens (`torch.Tensor`): Tokens of each request in the batch.
+        seq_lens (`torch.Tensor`): Its tokens up to and including those.
+        prompt_lengths (`torch.Tensor`): Tokens of its prompt.
+    """
+
+    starts: torch.Tensor
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    prompt_lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, common, state: SparseRolloutState) -> "BatchLengths":
+        """Read them from a `CommonAttentionMetadata`, without waiting for the device."""
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].long()
+        query_lens = starts.diff()
+        # Exact where no draft tokens are verified.
+        seq_lens = common.seq_lens_cpu_upper_bound[: common.num_reqs].long()
+        prompt_lengths = torch.zeros_like(seq_lens)
+        if state.prompt_lengths is not None:
+            known = state.prompt_lengths(common).long()
+            prompt_lengths[: len(known)] = known  # rows that only fill a graph's batch up have no request
+        else:
+            prefilling = query_lens > 1
+            if common.is_prefilling is not None:
+                prefilling[: len(common.is_prefilling)] = common.is_prefilling[: common.num_reqs].cpu()
+            prompt_lengths = torch.where(prefilling, seq_lens, prompt_lengths)
+            state.counted.unattributed_tokens += int(query_lens[prefilling].sum())
+        return cls(starts[:-1], query_lens, seq_lens, prompt_lengths)
+
+    def sparse_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Index in the flat batch, request and length of each token past its request's prompt."""
+        requests = torch.repeat_interleave(torch.arange(len(self.starts)), self.query_lens)
+        token = torch.arange(len(requests))
+        lengths = (self.seq_lens - self.query_lens - self.starts)[requests] + self.starts[0] + token + 1
+        tokens = torch.nonzero(lengths > self.prompt_lengths[requests]).squeeze(1)
+        return tokens + self.starts[0], requests[tokens], lengths[tokens]
+
+    def after(self, requests: int) -> "BatchLengths":
+        """Those of all but the first `requests`."""
+        return BatchLengths(*(getattr(self, field.name)[requests:] for field in fields(self)))
+
+
 def find_sparse_rows(common, state: SparseRolloutState) -> SparseRows | None:
     """Find the tokens past their request's prompt in a batch described by a `CommonAttentionMetadata`."""
-    num_rows = common.num_reqs
-    starts = common.query_start_loc_cpu[: num_rows + 1].long()
-    query_lens = starts.diff()
-    seq_lens = common.seq_lens[:num_rows].cpu().long()
-    if state.prompt_lengths is not None:
-        prompt_lengths = state.prompt_lengths(num_rows).long()
-    else:
-        prefilling = query_lens > 1 if common.is_prefilling is None else common.is_prefilling[:num_rows].cpu()
-        prompt_lengths = torch.where(prefilling, seq_lens, torch.zeros_like(seq_lens))
-        state.counters.unattributed_tokens += int(query_lens[prefilling].sum())
-    requests = torch.repeat_interleave(torch.arange(num_rows), query_lens)
-    lengths = (seq_lens - query_lens - starts[:-1])[requests] + torch.arange(len(requests)) + 1
-    tokens = torch.nonzero(lengths > prompt_lengths[requests]).squeeze(1)
+    lengths = BatchLengths.of(common, state)
+    tokens, requests, seq_lens = lengths.sparse_tokens()
     if not len(tokens):
         return None
-    state.counters.sparse_tokens += len(tokens)
-    seq_lens = lengths[tokens]
-    # Once for all layers, and while the lengths are still on the host.
+    state.counted.sparse_tokens += len(tokens)
     num_pages = (seq_lens + state.schedule.page_size - 1) // state.schedule.page_size
-    device = common.block_table_tensor.device
     return SparseRows(
-        tokens=tokens.to(device),
-        block_table=common.block_table_tensor[requests[tokens].to(device)],
-        seq_lens=seq_lens.to(device),
-        num_pages=num_pages.to(device),
+        tokens=tokens,
+        block_table=common.block_table_tensor[requests],
+        seq_lens=seq_lens,
+        num_pages=num_pages,
         cached_pages=int(num_pages.sum()),
-        cover_batch=len(tokens) == len(requests),
+        cover_batch=len(tokens) == int(lengths.query_lens.sum()),
     )
 
 
 class SparseDecodeMixin:
-    """Block-sparse decode on top of a stock vLLM attention implementation.
-
-    A subclass names the stock class and says how to reach plain keys and values (`plain_cache`).
-    """
+    """Marks the sparse implementations, and refuses what none of them supports."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -230,17 +286,47 @@ class SparseDecodeMixin:
                 f"Sparse rollouts need the KV cache in the model's dtype, not kv_cache_dtype={self.kv_cache_dtype!r}. "
                 "Leave kv_cache_dtype at 'auto'."
             )
-        self.state = SparseRolloutState.of_engine(get_current_vllm_config())
+        vllm_config = get_current_vllm_config()
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector != "DecodeBenchConnector":
+            raise ValueError(
+                f"Sparse rollouts do not support kv_transfer_config ({transfer.kv_connector}): KV blocks that come "
+                "from elsewhere have no landmarks."
+            )
+        self.state = SparseRolloutState.of_engine(vllm_config)
         if self.state is None:
             raise ValueError(
                 f"The engine has no sparsity schedule. Give it one in additional_config[{ADDITIONAL_CONFIG_KEY!r}], "
                 "or leave attention_backend unset for dense attention."
             )
+        global _newest_engine
+        _newest_engine = vllm_config.instance_id
+
+
+class SparseCPUAttentionImpl(SparseDecodeMixin, CPUAttentionBackendImpl):
+    """Sparse decode on the CPU, by the reference implementation.
+
+    The stock key cache is packed for the machine's instruction set, so this class keeps a plain copy of both caches.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if self.head_size not in sizes:
+            raise ValueError(
+                f"The model's attention heads have {self.head_size} dimensions, for which vLLM has no CPU kernel. It "
+                f"has one for {', '.join(map(str, sizes))}. Use another model, or a GPU."
+            )
+        self._plain = None
         self.landmarks = None
 
     def plain_cache(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as the model computed them, each `[blocks, kv_heads, block_size, head_dim]`."""
-        raise NotImplementedError
+        blocks, kv_heads, block_size, _ = kv_cache.shape
+        if self._plain is None or self._plain.shape[1] != blocks:
+            shape = (2, blocks, kv_heads, block_size, self.head_size)
+            self._plain = torch.empty(shape, dtype=kv_cache.dtype)
+        return self._plain[0], self._plain[1]
 
     def _landmark_storage(self, key_cache: torch.Tensor) -> torch.Tensor:
         """Landmarks of every physical page, `[blocks, kv_heads, pages_in_block, landmarks_per_page, head_dim]`."""
@@ -253,23 +339,30 @@ class SparseDecodeMixin:
             self.landmarks = torch.empty(shape, dtype=dtype, device=key_cache.device)
         return self.landmarks
 
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        key_cache, _ = self.plain_cache(kv_cache)
-        schedule = self.state.schedule
-        block_size, page_size = key_cache.shape[2], schedule.page_size
+        written = slot_mapping >= 0
+        slots = slot_mapping[written].long()
+        key_cache, value_cache = self.plain_cache(kv_cache)
+        block_size, page_size = key_cache.shape[2], self.state.schedule.page_size
+        block, offset = slots // block_size, slots % block_size
+        num_tokens = len(slot_mapping)
+        key_cache[block, :, offset] = key[:num_tokens][written]
+        value_cache[block, :, offset] = value[:num_tokens][written]
         # A page gets its landmarks when its last token is written: vLLM writes every request's tokens in order.
-        full = slot_mapping[(slot_mapping >= 0) & (slot_mapping % page_size == page_size - 1)].long()
+        full = slots[slots % page_size == page_size - 1]
         block, page = full // block_size, full % block_size // page_size
         pages = key_cache.unflatten(2, (-1, page_size))[block, :, page]
         landmarks = self._landmark_storage(key_cache)
-        landmarks[block, :, page] = page_landmarks(pages, schedule.landmarks_per_page, dtype=landmarks.dtype)
+        landmarks[block, :, page] = page_landmarks(
+            pages, self.state.schedule.landmarks_per_page, dtype=landmarks.dtype
+        )
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         rows = getattr(attn_metadata, "sparse_rows", None)
         if rows is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        schedule, counters = self.state.schedule, self.state.counters
+        schedule, counters = self.state.schedule, self.state.counted
         cached_pages = rows.cached_pages * self.num_kv_heads
         counters.cached_pages += cached_pages
         index = extract_layer_index(layer.layer_name)
@@ -296,8 +389,8 @@ class SparseDecodeMixin:
         return output
 
 
-class SparseMetadataBuilderMixin:
-    """Adds the batch's [`SparseRows`] to the metadata a stock builder makes."""
+class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Adds the batch's [`SparseRows`] to the stock metadata."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -308,44 +401,6 @@ class SparseMetadataBuilderMixin:
         # Metadata is a plain dataclass: the row list rides along and no stock field changes meaning.
         metadata.sparse_rows = None if self.state.dense else find_sparse_rows(common_attn_metadata, self.state)
         return metadata
-
-
-class SparseCPUAttentionImpl(SparseDecodeMixin, CPUAttentionBackendImpl):
-    """Sparse decode on the CPU.
-
-    The stock key cache is packed for the machine's instruction set, so this class keeps a plain copy of both caches.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        if self.head_size not in sizes:
-            raise ValueError(
-                f"The model's attention heads have {self.head_size} dimensions, for which vLLM has no CPU kernel. It "
-                f"has one for {', '.join(map(str, sizes))}. Use another model, or a GPU."
-            )
-        self._plain = None
-
-    def plain_cache(self, kv_cache):
-        blocks, kv_heads, block_size, _ = kv_cache.shape
-        if self._plain is None or self._plain.shape[1] != blocks:
-            shape = (2, blocks, kv_heads, block_size, self.head_size)
-            self._plain = torch.empty(shape, dtype=kv_cache.dtype)
-        return self._plain[0], self._plain[1]
-
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        written = slot_mapping >= 0
-        slots = slot_mapping[written].long()
-        key_cache, value_cache = self.plain_cache(kv_cache)
-        block, offset = slots // key_cache.shape[2], slots % key_cache.shape[2]
-        num_tokens = len(slot_mapping)
-        key_cache[block, :, offset] = key[:num_tokens][written]
-        value_cache[block, :, offset] = value[:num_tokens][written]
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-
-
-class SparseCPUMetadataBuilder(SparseMetadataBuilderMixin, CPUAttentionMetadataBuilder):
-    """CPU metadata with sparse rows."""
 
 
 class SparseCPUAttentionBackend(CPUAttentionBackend):
@@ -388,18 +443,223 @@ if current_platform.is_cuda():
         FlashAttentionImpl,
         FlashAttentionMetadataBuilder,
     )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from sparrow_attention.paged_decode import PagedDecoder, check_decoder
+    from sparrow_attention.paged_landmarks import update_landmarks
+
+    class DecodeBuffers:
+        """What the kernels of a decode step read and write, at addresses that captured graphs keep.
+
+        Args:
+            state ([`SparseRolloutState`]): State of the engine.
+            vllm_config (`vllm.config.VllmConfig`): Its configuration.
+            q_heads, kv_heads, head_dim (`int`): Shape of its attention layers.
+            device (`torch.device`): Where the buffers live.
+        """
+
+        def __init__(self, state, vllm_config, q_heads: int, kv_heads: int, head_dim: int, device: torch.device):
+            self.max_model_len = state.max_model_len
+            max_rows = vllm_config.scheduler_config.max_num_seqs
+            self.decoder = PagedDecoder(
+                max_rows=max_rows,
+                max_tokens=state.max_model_len,
+                q_heads=q_heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                device=device,
+                **state.schedule.recipe,
+            )
+            self.schedule = state.schedule
+            num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+            table = state.schedule.to_table(state.max_model_len)
+            # One row per layer: which layers are dense may change without a new capture, too.
+            self.tables = torch.empty((num_layers, len(table)), dtype=torch.int32, device=device)
+            self.dense_until = torch.zeros(max_rows, dtype=torch.int32, device=device)
+            self._dense_until = torch.zeros(max_rows, dtype=torch.int32)
+            self.set_schedule(state.schedule)
+
+        def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
+            """Use `schedule` from the next step on."""
+            fixed = ("page_size", "page_score", "landmarks_per_page", "landmark_dtype")
+            changed = [name for name in fixed if getattr(schedule, name) != getattr(self.schedule, name)]
+            if changed:
+                raise ValueError(
+                    f"{', '.join(changed)} cannot change in a running engine, whose KV cache and captured graphs are "
+                    f"laid out for {', '.join(f'{name}={getattr(self.schedule, name)!r}' for name in changed)}. "
+                    "Budgets, reserved pages and dense layers can. Build a new engine for this schedule."
+                )
+            tables = [schedule.to_table(self.max_model_len, layer=layer) for layer in range(len(self.tables))]
+            self.tables.copy_(torch.stack(tables))
+            self.decoder.set_reserved(schedule.sink_pages, schedule.recent_pages)
+            self.schedule = schedule
+
+        def hold_dense_until(self, lengths: torch.Tensor) -> torch.Tensor:
+            """The length up to which each row keeps all pages, on the device. Copied only when it changes."""
+            rows = len(lengths)
+            if not torch.equal(lengths, self._dense_until[:rows]):
+                self._dense_until[:rows] = lengths
+                # From ordinary memory, which the driver reads before it returns: the next step may overwrite it.
+                self.dense_until[:rows].copy_(self._dense_until[:rows], non_blocking=True)
+            return self.dense_until[:rows]
+
+    @dataclass
+    class DecodeRows:
+        """Rows of one decode step.
+
+        Args:
+            tokens (`slice` or `torch.Tensor` of shape `[rows]`): Where they are in the flat batch.
+            block_table (`torch.Tensor` of shape `[rows, max_blocks]`): KV blocks of each row.
+            seq_lens (`torch.Tensor` of shape `[rows]`): Cached length at each row, its own key included.
+            dense_until (`torch.Tensor` of shape `[rows]`, *optional*): Length up to which it keeps all pages.
+        """
+
+        tokens: "slice | torch.Tensor"
+        block_table: torch.Tensor
+        seq_lens: torch.Tensor
+        dense_until: torch.Tensor | None = None
 
     class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
-        """Sparse decode on the GPU, reading FlashAttention's own cache."""
+        """Sparse decode on the GPU: FlashAttention reads prompts, Triton kernels decode from its cache."""
 
-        def plain_cache(self, kv_cache):
-            return kv_cache.split(self.head_size, dim=-1)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            check_decoder(
+                self.state.max_model_len,
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_size,
+                self.state.schedule.page_size,
+            )
+            self._views = None
 
-    class SparseFlashAttentionMetadataBuilder(SparseMetadataBuilderMixin, FlashAttentionMetadataBuilder):
-        """FlashAttention's metadata with sparse rows."""
+        def views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            """Keys, values, and the landmarks that lie behind them in each block, as views of the cache.
 
-        # The rows of a batch are found on the host, so a captured graph would replay stale ones.
-        _cudagraph_support = AttentionCGSupport.NEVER
+            Shapes are `[blocks, kv_heads, block_size, head_dim]` twice and
+            `[blocks, kv_heads, pages, landmarks_per_page, head_dim]`.
+            """
+            if self._views is None or self._views[0].data_ptr() != kv_cache.data_ptr():
+                keys, values = kv_cache.split(self.head_size, dim=-1)
+                self._views = (keys, values, landmark_view(kv_cache, self.head_size, self.state.schedule))
+            return self._views
+
+        def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            keys, _, landmarks = self.views(kv_cache)
+            update_landmarks(keys, landmarks, slot_mapping)
+
+        def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+            decode_rows = getattr(attn_metadata, "decode_rows", ())
+            start = getattr(attn_metadata, "first_prefill_token", 0)
+            if start is not None:
+                super().forward(
+                    layer, query[start:], key[start:], value[start:], kv_cache, attn_metadata, output[start:],
+                    *args, **kwargs,
+                )  # fmt: skip
+            if not decode_rows:
+                return output
+            keys, values, landmarks = self.views(kv_cache)
+            buffers = self.state.decode_buffers
+            for rows in decode_rows:
+                in_place = isinstance(rows.tokens, slice)
+                row_query = query[rows.tokens]
+                attended = buffers.decoder(
+                    row_query,
+                    keys,
+                    values,
+                    rows.block_table,
+                    rows.seq_lens,
+                    buffers.tables[extract_layer_index(layer.layer_name)],
+                    landmarks,
+                    output=output[rows.tokens] if in_place else torch.empty_like(row_query),
+                    dense_until=rows.dense_until,
+                    scale=self.scale,
+                )
+                if not in_place:
+                    output[rows.tokens] = attended
+            return output
+
+    class SparseFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+        """Splits a batch into tokens that are decoded and prompts that FlashAttention reads."""
+
+        _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+        def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            self.state = SparseRolloutState.of_engine(vllm_config)
+            # Decodes first, so that they are one slice of the batch.
+            self._init_reorder_batch_threshold(1)
+
+        def use_cascade_attention(self, *args, **kwargs) -> bool:
+            return False
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            common, state = common_attn_metadata, self.state
+            if state.decode_buffers is None:
+                # Not in the constructor: what is allocated there may be lost when the engine sleeps.
+                state.decode_buffers = DecodeBuffers(
+                    state, self.vllm_config, self.num_heads_q, self.num_heads_kv, self.headdim, self.device
+                )
+            lengths = BatchLengths.of(common, state)
+            several = torch.nonzero(lengths.query_lens > 1)
+            decodes = int(several[0]) if len(several) else common.num_reqs
+            rows = []
+            if decodes:
+                until = torch.full_like(lengths.prompt_lengths, 2**31 - 1) if state.dense else lengths.prompt_lengths
+                rows.append(
+                    DecodeRows(
+                        slice(0, decodes),
+                        common.block_table_tensor[:decodes],
+                        common.seq_lens[:decodes],
+                        state.decode_buffers.hold_dense_until(until[:decodes].int()),
+                    )
+                )
+            if not state.dense:
+                decoded = (lengths.seq_lens > lengths.prompt_lengths) & (lengths.query_lens > 0)
+                state.counted.sparse_tokens += int(decoded[:decodes].sum())
+            if decodes == common.num_reqs:
+                # No layer runs FlashAttention, so its schedule need not be made.
+                metadata = super().build(0, common, fast_build=True)
+                metadata.first_prefill_token = None
+            else:
+                metadata = super().build(0, _without_decodes(common, decodes), fast_build)
+                metadata.first_prefill_token = decodes
+                if not state.dense:
+                    rows += self._recomputed_rows(common, lengths.after(decodes), decodes)
+            metadata.decode_rows = rows
+            return metadata
+
+        def _recomputed_rows(self, common, lengths: BatchLengths, decodes: int) -> list[DecodeRows]:
+            """Tokens past the prompt within longer runs: what vLLM computes again after a preemption."""
+            tokens, requests, seq_lens = lengths.sparse_tokens()
+            self.state.counted.sparse_tokens += len(tokens)
+            tokens, requests, seq_lens = (x.to(self.device) for x in (tokens, requests + decodes, seq_lens.int()))
+            steps = zip(
+                *(x.split(self.state.decode_buffers.decoder.max_rows) for x in (tokens, requests, seq_lens)),
+                strict=True,
+            )
+            return [DecodeRows(t, common.block_table_tensor[r], s) for t, r, s in steps if len(t)]
+
+    def _without_decodes(common, decodes: int):
+        """The `CommonAttentionMetadata` of the requests after the first `decodes`, which have one token each."""
+
+        def rest(tensor):
+            return None if tensor is None else tensor[decodes:]
+
+        return common.replace(
+            num_reqs=common.num_reqs - decodes,
+            num_actual_tokens=common.num_actual_tokens - decodes,
+            query_start_loc=common.query_start_loc[decodes:] - decodes,
+            query_start_loc_cpu=common.query_start_loc_cpu[decodes:] - decodes,
+            seq_lens=common.seq_lens[decodes:],
+            block_table_tensor=common.block_table_tensor[decodes:],
+            slot_mapping=common.slot_mapping[decodes:],
+            seq_lens_cpu_upper_bound=rest(common.seq_lens_cpu_upper_bound),
+            is_prefilling=rest(common.is_prefilling),
+            positions=rest(common.positions),
+            req_idx=rest(common.req_idx),
+        )
 
     class SparseFlashAttentionBackend(FlashAttentionBackend):
         """Registered as vLLM's `CUSTOM` backend, which an engine has to ask for."""
@@ -415,3 +675,54 @@ if current_platform.is_cuda():
         @staticmethod
         def get_builder_cls():
             return SparseFlashAttentionMetadataBuilder
+
+        @classmethod
+        def supported_kv_cache_layouts(cls):
+            # A page of a head is one run of memory only in this layout, and blocks may carry landmarks behind it.
+            return (KVCacheLayout.LBHNC,)
+
+        @classmethod
+        def customize_spec(cls, spec):
+            """Make room for the landmarks of a block behind its keys and values.
+
+            Landmarks then live where the KV cache lives: they are part of vLLM's memory budget, go when the engine
+            sleeps, and need no bookkeeping under prefix caching.
+            """
+            schedule = _STATES[_newest_engine].schedule
+            return replace(spec, page_size_padded=spec.page_size_bytes + landmark_bytes(schedule, spec))
+
+
+def landmark_bytes(schedule: SparsityScheduleConfig, spec) -> int:
+    """Bytes of a KV block's landmarks, for the `AttentionSpec` of a layer."""
+    pages = spec.block_size // schedule.page_size
+    size = schedule.storage_dtype(spec.dtype).itemsize
+    return spec.num_kv_heads * pages * schedule.landmarks_per_page * spec.head_size * size
+
+
+def landmark_view(kv_cache: torch.Tensor, head_size: int, schedule: SparsityScheduleConfig) -> torch.Tensor:
+    """Landmarks behind the keys and values of each block of `kv_cache [blocks, kv_heads, block_size, 2 * head_size]`.
+
+    Returns:
+        `torch.Tensor` of shape `[blocks, kv_heads, pages, landmarks_per_page, head_size]`, sharing its memory.
+    """
+    blocks, kv_heads, block_size, width = kv_cache.shape
+    dtype = schedule.storage_dtype(kv_cache.dtype)
+    shape = (kv_heads, block_size // schedule.page_size, schedule.landmarks_per_page, head_size)
+    # Offsets and strides in elements of the landmarks' type.
+    ratio = kv_cache.element_size() // dtype.itemsize
+    offset = (kv_cache.storage_offset() + kv_heads * block_size * width) * ratio
+    strides = (kv_cache.stride(0) * ratio, *(math.prod(shape[axis:]) for axis in (1, 2, 3)), 1)
+    return torch.empty(0, dtype=dtype, device=kv_cache.device).set_(
+        kv_cache.untyped_storage(), offset, (blocks, *shape), strides
+    )
+
+
+def rebuild_landmarks(worker) -> None:
+    """Compute the landmarks of every page in a GPU worker's KV cache, for caches that were filled from outside."""
+    from sparrow_attention.paged_landmarks import update_landmarks
+
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        keys, _, landmarks = layer.impl.views(layer.kv_cache)
+        page_size = layer.impl.state.schedule.page_size
+        last = torch.arange(page_size - 1, keys.shape[0] * keys.shape[2], page_size, device=keys.device)
+        update_landmarks(keys, landmarks, last)

@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import launch, next_power_of_2, strides
+from .launching import next_power_of_2, strides
 
 
 __all__ = ["attend_to_kept_pages", "num_splits"]
 
 # Programs that fill a large GPU several times over, so that the last ones to run matter little.
-PROGRAMS = 4096
+PROGRAMS = 2048
 MAX_SPLITS = 64
 
 
@@ -68,9 +68,7 @@ def attend_to_kept_pages(
     kv_heads, block_size = key_cache.shape[1:3]
     splits = num_splits(rows, kv_heads)
     head_dim_pad = next_power_of_2(head_dim)
-    launch(
-        _attend_kernel,
-        (splits, kv_heads, rows),
+    _attend_kernel[(splits, kv_heads, rows)](
         query,
         key_cache,
         value_cache,
@@ -91,15 +89,13 @@ def attend_to_kept_pages(
         GROUP_PAD=max(16, next_power_of_2(q_heads // kv_heads)),
         PAGE=page_size,
         PAGES_PER_BLOCK=block_size // page_size,
-        TOKENS=max(page_size, 32 if head_dim_pad >= 128 else 64),
+        TOKENS=64,
         D=head_dim,
         D_PAD=head_dim_pad,
         num_warps=2,
-        num_stages=3,
+        num_stages=2,
     )
-    launch(
-        _merge_kernel,
-        (q_heads, rows),
+    _merge_kernel[(q_heads, rows)](
         partial_output,
         partial_lse,
         counts,
@@ -111,7 +107,7 @@ def attend_to_kept_pages(
         SPLITS_PAD=splits,
         D=head_dim,
         D_PAD=head_dim_pad,
-        num_warps=4 if splits > 8 else 2,
+        num_warps=1 if splits <= 16 else 4,
     )
 
 
@@ -150,11 +146,7 @@ def _attend_kernel(
     TOKENS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     LISTED: tl.constexpr = 32
     split = tl.program_id(0)
     head = tl.program_id(1)
@@ -239,11 +231,7 @@ def _merge_kernel(
     SPLITS_PAD: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     row = tl.program_id(1)
     count = tl.load(count_ptr + row * KV_HEADS + head // GROUP)

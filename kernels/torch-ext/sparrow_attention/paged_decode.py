@@ -9,11 +9,31 @@ from .paged_selection import MAX_PAGES, score_pages, select_scored_pages
 from .validation import check_heads, check_recipe, check_shape
 
 
-__all__ = ["PagedDecoder"]
+__all__ = ["PagedDecoder", "check_decoder"]
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 MAX_PAGE_SIZE = 64
+
+
+def check_decoder(max_tokens: int, q_heads: int, kv_heads: int, head_dim: int, page_size: int) -> None:
+    """Refuses, with a `ValueError`, shapes that the kernels do not support."""
+    check_heads(q_heads, kv_heads)
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"The kernels support attention heads of {', '.join(map(str, HEAD_DIMS))} dimensions, got {head_dim}."
+        )
+    if q_heads // kv_heads > MAX_GROUP:
+        raise ValueError(
+            f"At most {MAX_GROUP} query heads may share a kv head, got {q_heads} query heads over {kv_heads}."
+        )
+    if page_size > MAX_PAGE_SIZE:
+        raise ValueError(f"`page_size` must be at most {MAX_PAGE_SIZE} on a GPU, got {page_size}.")
+    if max_tokens > MAX_PAGES * page_size:
+        raise ValueError(
+            f"With pages of {page_size} tokens, rows may have up to {MAX_PAGES * page_size} tokens, got {max_tokens}. "
+            "Use a larger page or shorter sequences."
+        )
 
 
 class PagedDecoder:
@@ -74,23 +94,9 @@ class PagedDecoder:
         recent_pages: int = 2,
         device: torch.device | str | None = None,
     ):
+        check_decoder(max_tokens, q_heads, kv_heads, head_dim, page_size)
         check_recipe(page_size, page_score, landmarks_per_page, sink_pages, recent_pages)
-        check_heads(q_heads, kv_heads)
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(f"`head_dim` must be one of {', '.join(map(str, HEAD_DIMS))}, got {head_dim}.")
-        group = q_heads // kv_heads
-        if group > MAX_GROUP:
-            raise ValueError(
-                f"At most {MAX_GROUP} query heads may share a kv head, got {group} ({q_heads} over {kv_heads})."
-            )
-        if page_size > MAX_PAGE_SIZE:
-            raise ValueError(f"`page_size` must be at most {MAX_PAGE_SIZE}, got {page_size}.")
-        max_pages = -(-max_tokens // page_size)
-        if max_pages > MAX_PAGES:
-            raise ValueError(
-                f"Rows of up to {MAX_PAGES * page_size} tokens fit in pages of {page_size} tokens, got `max_tokens` = "
-                f"{max_tokens}. Use a larger `page_size`."
-            )
+        group, max_pages = q_heads // kv_heads, -(-max_tokens // page_size)
         self.page_size = page_size
         self.softmax = page_score == "group_softmax"
         self.max_rows = max_rows

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import launch, next_power_of_2, strides
+from .launching import next_power_of_2, strides
 from .validation import check_shape
 
 
@@ -43,9 +43,7 @@ def update_landmarks(key_cache: torch.Tensor, landmarks: torch.Tensor, slot_mapp
     tokens = slot_mapping.shape[0]
     if not tokens:
         return
-    launch(
-        _update_landmarks_kernel,
-        (tokens, kv_heads),
+    _update_landmarks_kernel[(tokens, kv_heads)](
         slot_mapping,
         key_cache,
         landmarks,
@@ -80,11 +78,7 @@ def _update_landmarks_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     LARGEST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slot_ptr + tl.program_id(0)).to(tl.int64)
     if (slot >= 0) & (slot % PAGE == PAGE - 1):
         RUN: tl.constexpr = PAGE // RUNS

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import launch, next_power_of_2, strides
+from .launching import next_power_of_2, strides
 
 
 __all__ = ["MAX_PAGES", "score_pages", "select_scored_pages"]
@@ -60,12 +60,10 @@ def score_pages(
     rows, q_heads, head_dim = query.shape
     kv_heads, pages_per_block, landmarks_per_page = landmarks.shape[1:4]
     group = q_heads // kv_heads
-    block = max(16, 64 // landmarks_per_page)
+    block = min(128, 2**14 // next_power_of_2(head_dim)) // landmarks_per_page
     # With few rows, a program per head keeps the device busy; with many, longer reads pay.
     heads = kv_heads if rows * (scores.shape[-1] // block) >= 1024 else 1
-    launch(
-        _score_pages_kernel,
-        (triton.cdiv(scores.shape[-1], block), kv_heads // heads, rows),
+    _score_pages_kernel[(triton.cdiv(scores.shape[-1], block), kv_heads // heads, rows)](
         query,
         landmarks,
         block_table,
@@ -130,9 +128,7 @@ def select_scored_pages(
     """
     rows, kv_heads = counts.shape
     max_pages = scores.shape[-1]
-    launch(
-        _select_pages_kernel,
-        (kv_heads, rows),
+    _select_pages_kernel[(kv_heads, rows)](
         scores,
         block_table,
         seq_lens,
@@ -151,7 +147,7 @@ def select_scored_pages(
         QUERIES=scores.shape[2],
         SOFTMAX=softmax,
         MAX_PAGES=max(512, next_power_of_2(max_pages)),
-        num_warps=4,
+        num_warps=2,
     )
 
 
@@ -200,11 +196,7 @@ def _score_pages_kernel(
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     SOFTMAX: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(2)
     start = tl.program_id(0) * BLOCK
     seq_len, dense_until, num_pages, top_k, sink, recent, keep_all = _row_budget(
@@ -213,16 +205,12 @@ def _score_pages_kernel(
     last = num_pages - recent
     if keep_all | (start >= last):
         return
-    # A tile row is a landmark.
-    tile = tl.arange(0, BLOCK * RUNS)
-    page = start + tile // RUNS
+    page = start + tl.arange(0, BLOCK)
     inside = page < last
     block = tl.load(block_table_ptr + row.to(tl.int64) * table_row + page // PAGES_PER_BLOCK, mask=inside, other=0)
     landmark = block.to(tl.int64) * landmark_block + page % PAGES_PER_BLOCK * landmark_page
-    landmark += tile % RUNS * landmark_run
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
-    out_page = start + tl.arange(0, BLOCK)
     for i in range(HEADS):
         head = tl.program_id(1) * HEADS + i
         q = tl.load(
@@ -230,27 +218,42 @@ def _score_pages_kernel(
             mask=(g[:, None] < GROUP) & (d[None, :] < D),
             other=0.0,
         )
-        keys = tl.load(
-            landmark_ptr + landmark[:, None] + head * landmark_head + d[None, :],
-            mask=inside[:, None] & (d[None, :] < D),
-            other=0.0,
-        ).to(q.dtype)
-        logits = tl.dot(keys, tl.trans(q), input_precision="ieee")
-        out = score_ptr + row.to(tl.int64) * score_row + head * score_head + out_page
+        keys = landmark_ptr + landmark[:, None] + head * landmark_head + d[None, :]
+        readable = inside[:, None] & (d[None, :] < D)
+        logits = tl.dot(tl.load(keys, mask=readable, other=0.0).to(q.dtype), tl.trans(q), input_precision="ieee")
+        out = score_ptr + row.to(tl.int64) * score_row + head * score_head + page
         if SOFTMAX:
             logits *= scale
             if RUNS > 1:
-                runs = tl.reshape(logits, (BLOCK, RUNS, GROUP_PAD))
-                highest = tl.max(runs, 1)
-                logits = highest + tl.log(tl.sum(tl.exp(runs - highest[:, None, :]), 1))
+                highest = logits
+                total = tl.full(logits.shape, 1.0, tl.float32)
+                for run in tl.static_range(1, RUNS):
+                    other = tl.load(keys + run * landmark_run, mask=readable, other=0.0).to(q.dtype)
+                    logits = tl.dot(other, tl.trans(q), input_precision="ieee") * scale
+                    higher = tl.maximum(highest, logits)
+                    total = total * tl.exp(highest - higher) + tl.exp(logits - higher)
+                    highest = higher
+                logits = highest + tl.log(total)
             tl.store(
                 out[:, None] + g[None, :] * score_query,
                 logits,
-                mask=(out_page < last)[:, None] & (g[None, :] < GROUP),
+                mask=inside[:, None] & (g[None, :] < GROUP),
             )
         else:
             # The sum over the group orders the pages as its mean does; padded heads add zeros.
-            tl.store(out, tl.sum(logits, 1), mask=out_page < last)
+            tl.store(out, tl.sum(logits, 1), mask=inside)
+
+
+@triton.jit
+def _to_key(score):
+    """An integer that orders as the float does."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _to_score(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -265,8 +268,7 @@ def _selection_keys(score_ptr, page, candidate, score_query, QUERIES: tl.constex
             score += weight / tl.sum(tl.where(real, weight, 0.0), 0)
     else:
         score = tl.load(score_ptr + page, mask=candidate, other=0.0)
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return tl.where(score == score, _to_key(tl.where(score == 0.0, 0.0, score)), 0x7FFFFFFF)
 
 
 @triton.jit
@@ -287,12 +289,18 @@ def _list_best_pages(
     page = tl.arange(0, WIDTH)
     candidate = (page >= sink) & (page < num_pages - recent)
     key = _selection_keys(score_ptr, page, candidate, score_query, QUERIES, SOFTMAX)
-    # Bisect for a threshold that exactly top_k keys reach, or, among ties, the key of the last one kept.
+    # Narrow down a threshold that exactly top_k keys reach or, among ties, the key of the last one kept. Halving the
+    # range of the scores takes about log2(pages) steps; halving that of the integers ends whatever the scores are.
     low = tl.min(tl.where(candidate, key, 0x7FFFFFFF), 0)
     high = tl.max(tl.where(candidate, key, -0x7FFFFFFF - 1), 0)
     reach = num_pages - recent - sink
+    step = 0
     while (low < high) & (reach != top_k):
         middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up, without overflow
+        if step < 16:
+            middle = _to_key(0.5 * _to_score(low) + 0.5 * _to_score(high))
+            middle = tl.minimum(tl.maximum(middle, low + 1), high)
+        step += 1
         reach_middle = tl.sum((candidate & (key >= middle)).to(tl.int32), 0)
         if reach_middle >= top_k:
             low = middle
@@ -337,11 +345,7 @@ def _select_pages_kernel(
     QUERIES: tl.constexpr,
     SOFTMAX: tl.constexpr,
     MAX_PAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     row = tl.program_id(1)
     seq_len, dense_until, num_pages, top_k, sink, recent, keep_all = _row_budget(
