@@ -21,7 +21,7 @@ def few_programs(request, monkeypatch):
     """The interpreter runs programs one by one, so it gets only as many as make some rows split."""
     if not ON_GPU and "triton_kernels" in request.fixturenames:
         kernels = request.getfixturevalue("triton_kernels")
-        monkeypatch.setattr(kernels.paged_attention, "PROGRAMS", 16)
+        monkeypatch.setattr(kernels.paged_attention, "PROGRAMS", 8)
 
 
 def make_decoder(kernels, batch, *, max_rows=None, max_tokens=None, **recipe):
@@ -149,7 +149,7 @@ def test_equal_to_the_reference(
     page_score,
     landmarks_per_page,
 ):
-    lengths = [page_size * 9 + 5, 0, page_size + 1, page_size * 12 - 1]
+    lengths = [page_size * 9 + 5, 0, page_size * 12 - 1]
     batch = make_batch(
         lengths,
         head_dim=head_dim,
@@ -165,7 +165,7 @@ def test_equal_to_the_reference(
     _, counts = check_step(
         sparrow_attention, decoder, batch, [pages // 4 for pages in range(20)], landmarks, page_size, **recipe
     )
-    assert counts[:, 0].tolist() == [5, 0, 2, 6]
+    assert counts[:, 0].tolist() == [5, 0, 6]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="too long for Triton's interpreter")

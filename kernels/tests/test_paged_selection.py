@@ -193,13 +193,14 @@ def assert_same_lists(sparrow_attention, selection, top_k_table, **budget):
 
 
 @pytest.mark.parametrize(("page_score", "landmarks_per_page"), RECIPES)
-@pytest.mark.parametrize("dyadic", [False, True], ids=["random", "ties"])
-@pytest.mark.parametrize(("page_size", "pages_per_block"), [(16, 1), (16, 4), (32, 2), (64, 1)])
+@pytest.mark.parametrize(
+    ("page_size", "pages_per_block", "dyadic"), [(16, 1, True), (16, 4, False), (32, 2, True), (64, 1, False)]
+)
 def test_equal_to_the_reference(
     sparrow_attention, triton_kernels, device, page_size, pages_per_block, dyadic, page_score, landmarks_per_page
 ):
     # From no candidates to several tiles of scores, with partial last pages; every row has a budget of its own.
-    lengths = [pages * page_size - pages * 5 % page_size for pages in (3, 4, 9, 13, 70 // landmarks_per_page)]
+    lengths = [pages * page_size - pages * 5 % page_size for pages in (4, 11, 70 // landmarks_per_page)]
     rows = make_rows(
         [*lengths, 0], dyadic=dyadic, landmarks_per_page=landmarks_per_page, page_size=page_size, seed=page_size
     )
@@ -207,17 +208,17 @@ def test_equal_to_the_reference(
         triton_kernels, device, rows, page_size=page_size, pages_per_block=pages_per_block, page_score=page_score
     )
     lists, by_score = assert_same_lists(sparrow_attention, selection, [pages % 6 for pages in range(71)])
-    assert by_score >= 6
+    assert by_score >= 4
     assert lists[-1] == [[], []]
 
 
 @pytest.mark.parametrize("page_score", ["mean_query", "group_softmax"])
 @pytest.mark.parametrize("group", [1, 3, 5, 6, 7, 9, 16])
 def test_groups(sparrow_attention, triton_kernels, device, group, page_score):
-    rows = make_rows([16 * 40, 16 * 23], group=group, seed=group)
+    rows = make_rows([16 * 40], group=group, seed=group)
     selection = Selection(triton_kernels, device, rows, page_score=page_score)
     lists, by_score = assert_same_lists(sparrow_attention, selection, [6])
-    assert by_score == 4 and lists[0][0] != lists[0][1]
+    assert by_score == 2 and lists[0][0] != lists[0][1]
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
@@ -241,7 +242,7 @@ def test_types(sparrow_attention, triton_kernels, device, page_score, landmark_d
 @pytest.mark.parametrize("page_score", ["mean_query", "group_softmax"])
 @pytest.mark.parametrize(("sink_pages", "recent_pages"), [(0, 1), (0, 2), (1, 5), (3, 1), (50, 2)])
 def test_reserved_pages(sparrow_attention, triton_kernels, device, sink_pages, recent_pages, page_score):
-    rows = make_rows([1, 16, 17, 16 * 5, 16 * 6 + 3, 16 * 7, 16 * 30 + 1], dyadic=True, seed=2)
+    rows = make_rows([17, 16 * 5, 16 * 6 + 3, 16 * 30 + 1], dyadic=True, seed=2)
     selection = Selection(triton_kernels, device, rows, page_score=page_score)
     budget = {"sink_pages": sink_pages, "recent_pages": recent_pages}
     assert_same_lists(sparrow_attention, selection, [2], **budget)
@@ -251,13 +252,13 @@ def test_budgets_at_the_edges(sparrow_attention, triton_kernels, device):
     # 37 candidates: none kept, one, all but one, exactly all, and more than there are.
     rows = make_rows([16 * 40], dyadic=True, seed=3)
     selection = Selection(triton_kernels, device, rows)
-    for top_k in (0, 1, 36, 37, 38, 2**30):
+    for top_k in (0, 1, 36, 37, 2**30):
         lists, _ = assert_same_lists(sparrow_attention, selection, [top_k])
         assert [len(pages) for pages in lists[0]] == [min(40, top_k + 3)] * 2
 
 
 def test_the_table_may_change_between_layers_and_steps(sparrow_attention, triton_kernels, device):
-    rows = make_rows([16 * pages - 7 for pages in (4, 7, 12, 20, 33)], dyadic=True, seed=4)
+    rows = make_rows([16 * pages - 7 for pages in (4, 12, 33)], dyadic=True, seed=4)
     selection = Selection(triton_kernels, device, rows)
     # The last entry stands for all longer rows.
     for table in ([3], [0, 1, 2, 3, 4, 5], [pages // 3 for pages in range(200)], [1000]):
@@ -300,6 +301,8 @@ def test_a_page_with_broken_landmarks_is_kept(triton_kernels, device, page_score
 @pytest.mark.parametrize("page_score", ["mean_query", "group_softmax"])
 def test_many_rows_share_programs_between_heads(sparrow_attention, triton_kernels, device, page_score):
     # With this many rows one program scores a page for all heads. Most rows are padding.
+    if device == "cpu" and page_score == "group_softmax":
+        pytest.skip("a thousand programs are slow in Triton's interpreter, and one score shows how heads share them")
     lengths = [0] * 128
     lengths[3], lengths[90], lengths[127] = 16 * 70, 16 * 9 - 3, 16 * 65
     rows = make_rows(lengths, dyadic=True, seed=7)

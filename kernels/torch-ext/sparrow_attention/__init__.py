@@ -13,6 +13,8 @@ On a GPU, in Triton kernels that are imported on first use:
 - `update_landmarks`: landmarks of the cache's pages as they fill up.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 
 from .reference import page_landmarks, select_pages, sparse_attention, sparse_decode_attention
@@ -24,7 +26,7 @@ __all__ = ["page_landmarks", "select_pages", "sparse_attention", "sparse_decode_
 _TRITON_MODULE_OF = {"PagedDecoder": ".paged_decode", "update_landmarks": ".paged_landmarks"}
 
 
-def __getattr__(name):
+def __getattr__(name: str):
     if name not in _TRITON_MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
