@@ -7,7 +7,6 @@ likely tokens beside them), the weights it sends (adapters merged into copies), 
 
 import copy
 import logging
-import os
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -352,7 +351,6 @@ class SparseVLLMGeneration(VLLMGeneration):
                 "FSDP shards. Use DDP, or fine-tune all weights."
             )
         register()
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # V1 exposes the prompt lengths
         from . import vllm_backend
 
         engine_kwargs = {

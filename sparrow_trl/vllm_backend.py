@@ -597,10 +597,12 @@ if current_platform.is_cuda():
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             common, state = common_attn_metadata, self.state
             if state.decode_buffers is None:
-                # Not in the constructor: what is allocated there may be lost when the engine sleeps.
-                state.decode_buffers = DecodeBuffers(
-                    state, self.vllm_config, self.num_heads_q, self.num_heads_kv, self.headdim, self.device
-                )
+                # Not in the constructor: what is allocated there may be lost when the engine sleeps. And as ordinary
+                # tensors: a schedule changes outside of the engine's inference mode.
+                with torch.inference_mode(False):
+                    state.decode_buffers = DecodeBuffers(
+                        state, self.vllm_config, self.num_heads_q, self.num_heads_kv, self.headdim, self.device
+                    )
             lengths = BatchLengths.of(common, state)
             several = torch.nonzero(lengths.query_lens > 1)
             decodes = int(several[0]) if len(several) else common.num_reqs

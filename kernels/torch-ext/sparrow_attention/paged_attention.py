@@ -17,7 +17,7 @@ from .launching import next_power_of_2, strides
 __all__ = ["attend_to_kept_pages", "num_splits"]
 
 # Programs that fill a large GPU several times over, so that the last ones to run matter little.
-PROGRAMS = 2048
+PROGRAMS = 1536
 MAX_SPLITS = 64
 
 

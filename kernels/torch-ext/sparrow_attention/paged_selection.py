@@ -9,6 +9,8 @@ both may be captured in a CUDA graph and a changed schedule needs no new capture
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -61,8 +63,11 @@ def score_pages(
     kv_heads, pages_per_block, landmarks_per_page = landmarks.shape[1:4]
     group = q_heads // kv_heads
     block = min(128, 2**14 // next_power_of_2(head_dim)) // landmarks_per_page
-    # With few rows, a program per head keeps the device busy; with many, longer reads pay.
-    heads = kv_heads if rows * (scores.shape[-1] // block) >= 1024 else 1
+    # A program reads a block of pages for several heads, whose landmarks follow one another, but not for so many that
+    # few rows leave the device idle.
+    heads = math.gcd(kv_heads, 16)
+    while heads > 1 and rows * kv_heads < 40 * heads:
+        heads //= 2
     _score_pages_kernel[(triton.cdiv(scores.shape[-1], block), kv_heads // heads, rows)](
         query,
         landmarks,
@@ -218,9 +223,13 @@ def _score_pages_kernel(
             mask=(g[:, None] < GROUP) & (d[None, :] < D),
             other=0.0,
         )
+        # Halves hold what 8-bit landmarks hold, and convert in one instruction.
+        HALVES: tl.constexpr = q.dtype == tl.bfloat16 and landmark_ptr.dtype.element_ty.primitive_bitwidth == 8
+        dtype: tl.constexpr = tl.float16 if HALVES else q.dtype
+        q = q.to(dtype)
         keys = landmark_ptr + landmark[:, None] + head * landmark_head + d[None, :]
         readable = inside[:, None] & (d[None, :] < D)
-        logits = tl.dot(tl.load(keys, mask=readable, other=0.0).to(q.dtype), tl.trans(q), input_precision="ieee")
+        logits = tl.dot(tl.load(keys, mask=readable, other=0.0).to(dtype), tl.trans(q), input_precision="ieee")
         out = score_ptr + row.to(tl.int64) * score_row + head * score_head + page
         if SOFTMAX:
             logits *= scale
@@ -228,7 +237,7 @@ def _score_pages_kernel(
                 highest = logits
                 total = tl.full(logits.shape, 1.0, tl.float32)
                 for run in tl.static_range(1, RUNS):
-                    other = tl.load(keys + run * landmark_run, mask=readable, other=0.0).to(q.dtype)
+                    other = tl.load(keys + run * landmark_run, mask=readable, other=0.0).to(dtype)
                     logits = tl.dot(other, tl.trans(q), input_precision="ieee") * scale
                     higher = tl.maximum(highest, logits)
                     total = total * tl.exp(highest - higher) + tl.exp(logits - higher)
@@ -289,17 +298,22 @@ def _list_best_pages(
     page = tl.arange(0, WIDTH)
     candidate = (page >= sink) & (page < num_pages - recent)
     key = _selection_keys(score_ptr, page, candidate, score_query, QUERIES, SOFTMAX)
-    # Narrow down a threshold that exactly top_k keys reach or, among ties, the key of the last one kept. Halving the
-    # range of the scores takes about log2(pages) steps; halving that of the integers ends whatever the scores are.
+    # Narrow down a threshold that exactly top_k keys reach or, among ties, the key of the last one kept: by the counts
+    # at both ends, which takes a few steps for scores, with halvings in between, which end whatever the scores are.
     low = tl.min(tl.where(candidate, key, 0x7FFFFFFF), 0)
     high = tl.max(tl.where(candidate, key, -0x7FFFFFFF - 1), 0)
-    reach = num_pages - recent - sink
+    reach = num_pages - recent - sink  # keys from low on
+    beyond = 0  # keys over high
     step = 0
     while (low < high) & (reach != top_k):
         middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up, without overflow
-        if step < 16:
-            middle = _to_key(0.5 * _to_score(low) + 0.5 * _to_score(high))
-            middle = tl.minimum(tl.maximum(middle, low + 1), high)
+        if (step < 32) & (step % 4 != 3):
+            share = (top_k - beyond).to(tl.float32) / (reach - beyond).to(tl.float32)
+            if SOFTMAX:  # shares are spread over orders of magnitude, as their keys are
+                guess = high - ((high - low).to(tl.float32) * share).to(tl.int32)
+            else:
+                guess = _to_key(_to_score(high) * (1 - share) + _to_score(low) * share)
+            middle = tl.minimum(tl.maximum(guess, low + 1), high)
         step += 1
         reach_middle = tl.sum((candidate & (key >= middle)).to(tl.int32), 0)
         if reach_middle >= top_k:
@@ -307,6 +321,7 @@ def _list_best_pages(
             reach = reach_middle
         else:
             high = middle - 1
+            beyond = reach_middle
     kept = candidate & (key >= low)
     if reach > top_k:
         above = candidate & (key > low)
