@@ -17,6 +17,10 @@ from sparrow_trl import SparsityScheduleConfig
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and vLLM's CUDA build")
 
 BFLOAT16_TOLERANCE = 2e-2
+# Engine and policy round keys differently, so that near ties between pages fall either way, the more often the coarser
+# landmarks are. Against dense log-probs, the reference on a CPU differs from the policy in bfloat16 by a ninth (8-bit
+# landmarks) to a nineteenth; a wrong selection differs as much as dense attention does.
+SPARSE_SHARE = 1 / 6
 SCHEDULE = SparsityScheduleConfig(top_k_pages=[1, 2, 3, 4], bin_tokens=64, dense_layers=[0])
 EAGER = {"enforce_eager": True}
 # Graphs of decode steps alone: the rest of the model need not be compiled for what is tested here.
@@ -85,8 +89,7 @@ def check_parity(generation, model, schedule, prompts):
     sparse = mean_difference(engine, policy_logprobs(model, schedule, prompts, completions))
     dense = mean_difference(engine, policy_logprobs(model, SparsityScheduleConfig.dense(), prompts, completions))
     print(f"mean difference: {sparse:.2e} from sparse, {dense:.2e} from dense log-probs")
-    assert sparse < BFLOAT16_TOLERANCE
-    assert dense > 3 * sparse
+    assert sparse < SPARSE_SHARE * dense
 
 
 def test_engine_matches_the_training_side(generation, model):
@@ -155,7 +158,8 @@ def test_landmarks_are_those_of_the_cached_keys(generation):
     assert compared >= 4 * (250 // 16 + 333 // 16)
 
 
-def test_a_wrong_selection_does_not_pass(generation, model, monkeypatch):
+def reverse_selection(generation, monkeypatch):
+    """From the second step on, the worst pages of what was computed until then in the place of the best."""
     from sparrow_trl import vllm_backend
 
     def reverse_landmarks(worker):
@@ -163,7 +167,6 @@ def test_a_wrong_selection_does_not_pass(generation, model, monkeypatch):
             landmarks = layer.impl.views(layer.kv_cache)[2]
             landmarks.neg_()
 
-    # The worst pages in the place of the best, in every step after the first.
     steps = iter(range(10**6))
     hold = vllm_backend.DecodeBuffers.hold_dense_until
 
@@ -173,6 +176,10 @@ def test_a_wrong_selection_does_not_pass(generation, model, monkeypatch):
         return hold(buffers, lengths)
 
     monkeypatch.setattr(vllm_backend.DecodeBuffers, "hold_dense_until", hold_and_reverse)
+
+
+def test_a_wrong_selection_does_not_pass(generation, model, monkeypatch):
+    reverse_selection(generation, monkeypatch)
     with pytest.raises(AssertionError):
         check_parity(generation, model, SCHEDULE, make_prompts([250, 300, 350, 400], seed=8))
 
@@ -189,7 +196,7 @@ def test_special_engines(model, monkeypatch, runner, case):
         kwargs["engine_kwargs"] |= {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}
         prompts = make_prompts([250, 5, 300, 60, 350, 400] * 3, seed=9)
     elif case == "preemption":  # eight requests grow to 22 or 23 blocks each
-        kwargs["engine_kwargs"] |= {"num_gpu_blocks_override": 160}
+        kwargs["engine_kwargs"] |= {"num_gpu_blocks_override": 150}
         prompts = make_prompts([270, 273, 276, 279, 282, 285, 288, 291], seed=9)
     elif case == "two landmarks in fp8":
         schedule = SparsityScheduleConfig(

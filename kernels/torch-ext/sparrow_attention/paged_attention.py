@@ -16,9 +16,11 @@ from .launching import next_power_of_2, strides
 
 __all__ = ["attend_to_kept_pages", "num_splits"]
 
-# Programs that fill a large GPU several times over, so that the last ones to run matter little.
 PROGRAMS = 1536
 MAX_SPLITS = 64
+# From this many programs on a large GPU cannot run all at once. Later splits are then made smaller, and run last, so
+# that the device stays full to the end.
+TAPER_FROM = 1024
 
 
 def num_splits(rows: int, kv_heads: int) -> int:
@@ -67,8 +69,9 @@ def attend_to_kept_pages(
     rows, q_heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
     splits = num_splits(rows, kv_heads)
+    taper = rows * kv_heads * splits >= TAPER_FROM
     head_dim_pad = next_power_of_2(head_dim)
-    _attend_kernel[(splits, kv_heads, rows)](
+    _attend_kernel[(kv_heads, rows, splits)](
         query,
         key_cache,
         value_cache,
@@ -84,6 +87,7 @@ def attend_to_kept_pages(
         *strides(kept, 2),
         scale * 1.4426950408889634,  # for base-2 exponentials
         splits,
+        TAPER=taper,
         KV_HEADS=kv_heads,
         GROUP=q_heads // kv_heads,
         GROUP_PAD=max(16, next_power_of_2(q_heads // kv_heads)),
@@ -102,6 +106,7 @@ def attend_to_kept_pages(
         output,
         *strides(output, 2),
         splits,
+        TAPER=taper,
         KV_HEADS=kv_heads,
         GROUP=q_heads // kv_heads,
         SPLITS_PAD=splits,
@@ -112,9 +117,17 @@ def attend_to_kept_pages(
 
 
 @triton.jit
-def _pages_per_split(count, splits):
-    # Below a few pages a split costs more than it saves.
-    return tl.maximum(tl.cdiv(count, splits), 4)
+def _split_range(count, split, splits, TAPER: tl.constexpr):
+    """First page of a split, and the page after its last."""
+    if TAPER:
+        rest = splits - split
+        begin = count - count * rest * rest // (splits * splits)
+        end = count - count * (rest - 1) * (rest - 1) // (splits * splits)
+    else:
+        chunk = tl.maximum(tl.cdiv(count, splits), 4)  # below a few pages a split costs more than it saves
+        begin = tl.minimum(split * chunk, count)
+        end = tl.minimum(begin + chunk, count)
+    return begin, end
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -138,6 +151,7 @@ def _attend_kernel(
     kept_head,
     scale,
     splits,
+    TAPER: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -148,16 +162,14 @@ def _attend_kernel(
     D_PAD: tl.constexpr,
 ):
     LISTED: tl.constexpr = 32
-    split = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2)
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
     seq_len = tl.load(seq_len_ptr + row)
     count = tl.load(count_ptr + row * KV_HEADS + head)
-    chunk = _pages_per_split(count, splits)
-    begin = split * chunk
-    if begin >= count:
+    begin, end = _split_range(count, split, splits, TAPER)
+    if begin == end:
         return
-    end = tl.minimum(begin + chunk, count)
     num_pages = tl.cdiv(seq_len, PAGE)
     last_tokens = seq_len - (num_pages - 1) * PAGE
     block_table_ptr += row.to(tl.int64) * table_row
@@ -226,6 +238,7 @@ def _merge_kernel(
     output_row,
     output_head,
     splits,
+    TAPER: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
@@ -235,19 +248,20 @@ def _merge_kernel(
     head = tl.program_id(0)
     row = tl.program_id(1)
     count = tl.load(count_ptr + row * KV_HEADS + head // GROUP)
-    used = tl.cdiv(count, _pages_per_split(count, splits))
     s = tl.arange(0, SPLITS_PAD)
+    begin, end = _split_range(count, s, splits, TAPER)
+    used = begin < end
     d = tl.arange(0, D_PAD)
     part = ((row * KV_HEADS + head // GROUP) * splits + s) * GROUP + head % GROUP
-    lse = tl.load(lse_ptr + part, mask=s < used, other=float("-inf"))
+    lse = tl.load(lse_ptr + part, mask=used, other=float("-inf"))
     # A row without pages has no weights: it gives zeros.
-    weight = tl.where(s < used, tl.exp2(lse - tl.max(lse, 0)), 0.0)
+    weight = tl.where(used, tl.exp2(lse - tl.max(lse, 0)), 0.0)
     partial = tl.load(
         partial_ptr + part.to(tl.int64)[:, None] * D + d[None, :],
-        mask=(s < used)[:, None] & (d[None, :] < D),
+        mask=used[:, None] & (d[None, :] < D),
         other=0.0,
     )
-    merged = tl.sum(weight[:, None] * partial, 0) / tl.where(used > 0, tl.sum(weight, 0), 1.0)
+    merged = tl.sum(weight[:, None] * partial, 0) / tl.where(count > 0, tl.sum(weight, 0), 1.0)
     tl.store(
         output_ptr + row.to(tl.int64) * output_row + head * output_head + d,
         merged.to(output_ptr.dtype.element_ty),

@@ -369,10 +369,10 @@ def _select_pages_kernel(
     count = tl.where(keep_all, num_pages, top_k + sink + recent)
     tl.store(count_ptr + row * count_row + head, count)
     if seq_len > dense_until:
+        # No other program writes these two: atomics only because nothing then waits for what was there.
         total = total_ptr + row * total_row + head
-        tl.store(total, tl.load(total) + count)
-        total += total_kind
-        tl.store(total, tl.load(total) + num_pages)
+        tl.atomic_add(total, count.to(tl.int64), sem="relaxed")
+        tl.atomic_add(total + total_kind, num_pages.to(tl.int64), sem="relaxed")
     if keep_all:
         return
     score_ptr += row.to(tl.int64) * score_row + head * score_head
