@@ -26,7 +26,7 @@ def random_pages(batch, page_size, share=0.4, seed=0):
     return pages
 
 
-def attend(kernels, batch, pages, *, page_size, splits, query=None, output=None, scale=None):
+def attend(kernels, batch, pages, *, page_size, splits, taper=False, query=None, output=None, scale=None):
     """Attention by the kernels with that many splits; all that they may not read is NaN, or the page of a NaN."""
     query = batch.query if query is None else query
     rows, q_heads, head_dim = query.shape
@@ -50,7 +50,8 @@ def attend(kernels, batch, pages, *, page_size, splits, query=None, output=None,
                 )
     output = torch.full_like(query, torch.nan) if output is None else output
     parts = rows * q_heads * splits
-    with mock.patch.object(kernels.paged_attention, "PROGRAMS", splits * rows * kv_heads):
+    constants = {"PROGRAMS": splits * rows * kv_heads, "TAPER_FROM": 0 if taper else splits * rows * kv_heads + 1}
+    with mock.patch.multiple(kernels.paged_attention, **constants):
         assert kernels.paged_attention.num_splits(rows, kv_heads) == splits
         kernels.paged_attention.attend_to_kept_pages(
             query,
@@ -69,10 +70,12 @@ def attend(kernels, batch, pages, *, page_size, splits, query=None, output=None,
     return output
 
 
-def check(kernels, device, lengths, *, page_size=16, layout="packed", splits=2, share=0.4, scale=None, **kwargs):
+def check(
+    kernels, device, lengths, *, page_size=16, layout="packed", splits=2, taper=False, share=0.4, scale=None, **kwargs
+):
     batch = make_batch(lengths, page_size=page_size, **kwargs).placed(device, layout)
     pages = random_pages(batch, page_size, share)
-    output = attend(kernels, batch, pages, page_size=page_size, splits=splits, scale=scale)
+    output = attend(kernels, batch, pages, page_size=page_size, splits=splits, taper=taper, scale=scale)
     assert excess(output, batch, pages, page_size, scale) < 1
     return batch, pages, output
 
@@ -126,10 +129,12 @@ def test_long_rows(triton_kernels, device, head_dim, dtype, share):
     check(triton_kernels, device, lengths, head_dim=head_dim, dtype=dtype, splits=64, share=share)
 
 
+@pytest.mark.parametrize("taper", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 4, 8, 16, 32, 64])
-def test_splits(triton_kernels, device, splits):
+def test_splits(triton_kernels, device, splits, taper):
     # 1,100 tokens are 69 pages: with one split, more than a program lists at a time. Splits without pages stay unread.
-    check(triton_kernels, device, [1100, 40, 1090], head_dim=64, kv_heads=1, dtype=torch.float16, splits=splits)
+    lengths = [1100, 0, 40, 1090]
+    check(triton_kernels, device, lengths, head_dim=64, kv_heads=1, dtype=torch.float16, splits=splits, taper=taper)
 
 
 @pytest.mark.parametrize("num_pages", [1, 4, 5, 31, 32, 33, 64, 65])

@@ -97,6 +97,8 @@ class PagedDecoder:
         check_decoder(max_tokens, q_heads, kv_heads, head_dim, page_size)
         check_recipe(page_size, page_score, landmarks_per_page, sink_pages, recent_pages)
         group, max_pages = q_heads // kv_heads, -(-max_tokens // page_size)
+        self._heads = (q_heads, kv_heads, head_dim)
+        self._landmarks_per_page = landmarks_per_page
         self.page_size = page_size
         self.softmax = page_score == "group_softmax"
         self.max_rows = max_rows
@@ -160,7 +162,16 @@ class PagedDecoder:
             scale (`float`, *optional*):
                 Factor of the attention logits, by default `head_dim**-0.5`.
         """
-        rows, _, head_dim = query.shape
+        q_heads, kv_heads, head_dim = self._heads
+        check_shape("query", query, (None, q_heads, head_dim), "[rows, q_heads, head_dim]")
+        rows = query.shape[0]
+        cache_shape = (None, kv_heads, None, head_dim)
+        check_shape("key_cache", key_cache, cache_shape, "[blocks, kv_heads, block_size, head_dim]")
+        check_shape("value_cache", value_cache, tuple(key_cache.shape), "[blocks, kv_heads, block_size, head_dim]")
+        blocks, _, block_size, _ = key_cache.shape
+        landmarks_shape = (blocks, kv_heads, block_size // self.page_size, self._landmarks_per_page, head_dim)
+        layout = "[blocks, kv_heads, block_size / page_size, landmarks_per_page, head_dim]"
+        check_shape("landmarks", landmarks, landmarks_shape, layout)
         check_shape("output", output, tuple(query.shape), "[rows, q_heads, head_dim]")
         check_shape("seq_lens", seq_lens, (rows,), "[rows]")
         check_shape("block_table", block_table, (rows, None), "[rows, max_blocks]")
