@@ -1,11 +1,12 @@
 """
 `sparrow-trl bench`: decode steps of dense (vLLM's own attention) and sparse rollouts, side by side on one workload.
 
-Each variant runs in a process of its own (`bench_worker`), one after the other, and differs from the other in the
-attention backend and the schedule alone. Contexts are not computed: on a GPU the KV cache is filled with random keys
-and values. Nothing is reported unless all of it was verified.
+Each variant, the dense one and one per schedule, runs in a process of its own (`bench_worker`), one after the other,
+and differs from the others in the attention backend and the schedule alone. Contexts are not computed: on a GPU the KV
+cache is filled with random keys and values. Nothing is reported unless all of it was verified.
 
-Written to the output folder: `bench.json` (every number), `bench.png`, and each engine's log.
+Written to the output folder: `bench.json` (every number, written anew after each workload), `bench.png`, and each
+engine's log.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from typing import Any
 from .bench_plan import (
     ENGINE_RESERVE_BYTES,
     MODEL_SHAPES,
+    SPARE_CACHE_TOKENS,
+    cache_bytes_per_token,
     engine_arguments,
     integrate_rollout,
     largest_batch,
@@ -32,7 +36,7 @@ from .bench_plan import (
     rollout_contexts,
     shape_config,
 )
-from .bench_report import draw, group_kernels
+from .bench_report import DENSE, compare_attention, draw, group_kernels
 from .bench_traffic import ModelShape, step_traffic
 from .bench_worker import PROGRESS
 from .json_files import dump_json_object, read_json_object, write_atomically
@@ -42,8 +46,6 @@ from .versions import check_version
 
 RESULT_NAME = "bench.json"
 PICTURE_NAME = "bench.png"
-
-VARIANTS = ("dense", "sparse")
 
 LOG_TAIL_LINES = 25
 
@@ -65,32 +67,34 @@ class BenchOptions:
     Args:
         model (`str`):
             One of `bench_plan.MODEL_SHAPES`, which get dummy weights, a folder, or a Hub id.
-        schedule ([`SparsityScheduleConfig`]):
-            Schedule of the sparse variant.
+        schedules (`dict[str, SparsityScheduleConfig]`):
+            Schedule of each sparse variant, by the name of the variant.
         workloads (`list[tuple[int, int]]`, *optional*, defaults to `[]`):
             Batch and context of each workload.
         rollout_length (`int`, *optional*):
             Time a whole rollout up to this length.
         rollout_batch (`int`, *optional*):
-            Batch of that rollout; by default the largest that fits in both variants at its full length.
-        rollout_points (`int`, *optional*, defaults to `17`):
-            Contexts at which the rollout is timed.
+            Batch of that rollout; by default the largest that fits in all variants at its full length.
+        rollout_points (`int`, *optional*, defaults to `12`):
+            Contexts at which the rollout is timed. With 12, the bytes of keys and values that the published schedules
+            read in a rollout to 32K are integrated to within 1%.
         auto_contexts (`list[int]`, *optional*, defaults to `[]`):
-            Contexts that get the largest batch that fits in both variants at the longest of them.
-        variants (`tuple[str, ...]`, *optional*, defaults to `("dense", "sparse")`):
-            Which of the two to run.
-        steps (`int`, *optional*, defaults to `24`):
+            Contexts that get the largest batch that fits in all variants at the longest of them.
+        variant (`str`, *optional*, defaults to `"both"`):
+            `"dense"` or `"sparse"` to run those variants alone.
+        steps (`int`, *optional*, defaults to `16`):
             Decode steps in a timed block.
         blocks (`int`, *optional*, defaults to `3`):
             Timed blocks of each workload.
-        warmup (`int`, *optional*, defaults to `8`):
-            Decode steps before them.
+        warmup (`int`, *optional*, defaults to `16`):
+            Decode steps before them. In 16 steps a sequence passes each position in a page, and each number modulo 16,
+            which Triton compiles for.
         breakdown (`bool`, *optional*, defaults to `False`):
-            Whether to measure the time of each kernel as well.
+            Whether to measure the time of each kernel as well, at the workloads.
         prefill (`bool`, *optional*, defaults to `False`):
             Whether to compute the prompts instead of filling the KV cache. Always so on a CPU.
-        model_runner (`str`, *optional*, defaults to `"v1"`):
-            vLLM's model runner, `"v1"` (that of the trainer's rollouts) or `"v2"`.
+        model_runner (`str`, *optional*):
+            vLLM's model runner, `"v1"` or `"v2"`; by default vLLM chooses.
         load_format (`str`, *optional*, defaults to `"dummy"`):
             vLLM's `load_format`; model shapes have no weights to load.
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
@@ -108,19 +112,19 @@ class BenchOptions:
     """
 
     model: str
-    schedule: SparsityScheduleConfig
+    schedules: dict[str, SparsityScheduleConfig]
     workloads: list[tuple[int, int]] = field(default_factory=list)
     rollout_length: int | None = None
     rollout_batch: int | None = None
-    rollout_points: int = 17
+    rollout_points: int = 12
     auto_contexts: list[int] = field(default_factory=list)
-    variants: tuple[str, ...] = VARIANTS
-    steps: int = 24
+    variant: str = "both"
+    steps: int = 16
     blocks: int = 3
-    warmup: int = 8
+    warmup: int = 16
     breakdown: bool = False
     prefill: bool = False
-    model_runner: str = "v1"
+    model_runner: str | None = None
     load_format: str = "dummy"
     dtype: str = "bfloat16"
     gpu_memory_utilization: float = 0.9
@@ -128,6 +132,28 @@ class BenchOptions:
     block_size: int | None = None
     max_model_len: int | None = None
     enforce_eager: bool = False
+
+
+@dataclass(kw_only=True)
+class BenchPlan:
+    """
+    What is measured, as it follows from the options.
+
+    Args:
+        shape ([`ModelShape`]): The model.
+        schedules (`dict[str, SparsityScheduleConfig]`): Schedule of each sparse variant.
+        workloads (`list[tuple[int, int]]`): Batch and context of each workload.
+        rollout_workloads (`list[tuple[int, int]]`): Those of the rollout's points, by increasing context.
+        rollout_length (`int`, *optional*): Length of the rollout.
+        jobs (`dict[str, dict]`): What [`bench_worker`][sparrow_trl.bench_worker] is to do, by variant.
+    """
+
+    shape: ModelShape
+    schedules: dict[str, SparsityScheduleConfig]
+    workloads: list[tuple[int, int]]
+    rollout_workloads: list[tuple[int, int]]
+    rollout_length: int | None
+    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def run_bench(options: BenchOptions, output: Path, report: Callable[[str], None]) -> dict[str, Any]:
@@ -144,36 +170,85 @@ def run_bench(options: BenchOptions, output: Path, report: Callable[[str], None]
 
     Raises:
         ValueError: for options that cannot be measured.
-        BenchError: when a variant fails; the message ends with its last lines.
+        BenchError: when a variant fails; the message ends with its last lines. What was measured before it is in
+            `bench.json`, which then says `"complete": false`.
     """
-    check_version("vllm")
+    plan = plan_bench(options)
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="sparrow-bench-") as temporary:
-        folder = Path(temporary)
-        model, shape = _resolve_model(options, folder)
-        job, rollout_workloads = _plan(options, model, shape)
-        report(f"workloads: {', '.join(f'{batch} x {context}' for batch, context in job['workloads'])}")
-        measured = {}
-        for variant in options.variants:
-            schedule = options.schedule.to_dict() if variant == "sparse" else None
-            measured[variant] = _run_variant({**job, "variant": variant, "schedule": schedule}, folder, output, report)
-    result = {
-        "command": shlex.join(sys.argv),
+    measured = {}
+    record = {
+        "command": _command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "model": options.model,
-        "shape": {**asdict(shape), "kv_bytes_per_token": shape.kv_bytes_per_token},
-        "schedule": options.schedule.to_dict(),
-        "settings": {name: value for name, value in job.items() if name != "workloads"},
-        **summarize(measured, shape, options.schedule, rollout_workloads, options.rollout_length),
+        "shape": {**asdict(plan.shape), "kv_bytes_per_token": plan.shape.kv_bytes_per_token},
+        "schedules": {name: schedule.to_dict() for name, schedule in plan.schedules.items()},
         "variants": measured,
     }
-    write_atomically(output / RESULT_NAME, dump_json_object(result, RESULT_NAME, MAX_RESULT_BYTES))
+
+    def save(complete: bool) -> dict[str, Any]:
+        result = {"complete": complete, **record, **summarize(measured, plan)}
+        write_atomically(output / RESULT_NAME, dump_json_object(result, RESULT_NAME, MAX_RESULT_BYTES))
+        return result
+
+    def merge(variant: str, result: dict[str, Any]) -> None:
+        measured[variant] = result
+        save(complete=False)
+
+    save(complete=False)  # in place of the result of an earlier run
+    for variant, job in plan.jobs.items():
+        _run_variant(variant, job, output, report, merge)
+    result = save(complete=True)
     draw(result, output / PICTURE_NAME)
     return result
 
 
-def _resolve_model(options: BenchOptions, folder: Path) -> tuple[str, ModelShape]:
+def _command() -> str:
+    """The command that runs, which `python -m` would show as a path."""
+    program = Path(sys.argv[0])
+    return shlex.join(["sparrow-trl" if program.name == "__main__.py" else program.name, *sys.argv[1:]])
+
+
+def prepare_bench(options: BenchOptions, output: Path, report: Callable[[str], None]) -> None:
+    """
+    Start the engine of every variant, all at once, and stop it: [`run_bench`] then finds everything compiled.
+
+    The engines differ from the measured ones in nothing that is part of the key of vLLM's compile cache, only in the
+    size of the KV cache, so that they fit beside one another.
+
+    Args:
+        options ([`BenchOptions`]): What is to be measured.
+        output (`pathlib.Path`): Folder for the logs, which is created when missing.
+        report (callable): Called with each line of progress.
+
+    Raises:
+        ValueError: for options that cannot be measured.
+        BenchError: when an engine does not start.
+    """
+    plan = plan_bench(options)
+    output.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(plan.jobs)) as pool:
+        runs = [
+            pool.submit(_run_variant, variant, prepare_job(job, plan), output, report)
+            for variant, job in plan.jobs.items()
+        ]
+    for run in runs:
+        run.result()
+
+
+def prepare_job(job: dict[str, Any], plan: BenchPlan) -> dict[str, Any]:
+    """The job that only starts the engine of `job` (`dict`), with a KV cache of one longest sequence."""
+    engine = dict(job["engine"])
+    tokens = engine["max_model_len"] + SPARE_CACHE_TOKENS
+    engine["kv_cache_memory_bytes"] = int(tokens * cache_bytes_per_token(plan.shape, list(plan.schedules.values())))
+    if "gpu_memory_utilization" in engine:
+        # vLLM wants this share to be free at the start, also where the cache's size is given.
+        engine["gpu_memory_utilization"] /= len(plan.jobs)
+    return {**job, "engine": engine, "workloads": [], "breakdown": []}
+
+
+def _resolve_model(options: BenchOptions) -> tuple[str, ModelShape]:
     from transformers import AutoConfig
+    from vllm import envs
 
     element_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}.get(options.dtype)
     if element_bytes is None:
@@ -186,8 +261,11 @@ def _resolve_model(options: BenchOptions, folder: Path) -> tuple[str, ModelShape
                 "it at 'dummy', or give the model's folder or Hub id."
             )
         config = shape_config(model)
-        model = str(folder / "model")
-        config.save_pretrained(model)
+        # Always the same folder: its path is part of the key of vLLM's compile cache, which lies beside it.
+        folder = Path(envs.VLLM_CACHE_ROOT) / "sparrow_trl" / model
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.json", config.to_json_string().encode())
+        model = str(folder)
     elif "/" not in model and not Path(model).exists():
         raise ValueError(
             f"There is no model shape, folder or Hub id {model!r}. The shapes are {', '.join(MODEL_SHAPES)}."
@@ -197,13 +275,18 @@ def _resolve_model(options: BenchOptions, folder: Path) -> tuple[str, ModelShape
     return model, ModelShape.from_config(config, element_bytes)
 
 
-def _plan(options: BenchOptions, model: str, shape: ModelShape) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """The job that both variants share, and the workloads that make up the rollout."""
+def plan_bench(options: BenchOptions) -> BenchPlan:
+    """What `options` ([`BenchOptions`]) ask to be measured, and the jobs of all variants."""
+    check_version("vllm")
     from vllm.platforms import current_platform
 
+    if not options.schedules:
+        raise ValueError("There is no schedule to measure. Give --preset or --schedule.")
+    schedules = list(options.schedules.values())
     is_cpu = current_platform.is_cpu()
     if options.breakdown and is_cpu:
         raise ValueError("The breakdown by kernel needs a GPU. Leave out --breakdown.")
+    model, shape = _resolve_model(options)
     prefill = options.prefill or is_cpu
     timed = options.steps * options.blocks
 
@@ -218,7 +301,7 @@ def _plan(options: BenchOptions, model: str, shape: ModelShape) -> tuple[dict[st
                 raise ValueError("On a CPU, a batch of 'auto' needs --kv-cache-memory to say what must fit.")
             memory = options.gpu_memory_utilization * current_platform.get_device_total_memory()
             cache_bytes = memory - shape.total_weight_bytes - ENGINE_RESERVE_BYTES
-        return largest_batch(shape, tokens, cache_bytes, options.schedule)
+        return largest_batch(shape, tokens, cache_bytes, schedules)
 
     workloads = list(options.workloads)
     if options.auto_contexts:
@@ -228,25 +311,29 @@ def _plan(options: BenchOptions, model: str, shape: ModelShape) -> tuple[dict[st
     if options.rollout_length is not None:
         batch = options.rollout_batch or auto_batch(options.rollout_length)
         window = new_tokens(batch * options.rollout_length)
-        contexts = rollout_contexts(shape, options.schedule, options.rollout_length, window, options.rollout_points)
+        contexts = rollout_contexts(shape, schedules, options.rollout_length, window, options.rollout_points)
         rollout_workloads = [(batch, context) for context in contexts]
-    workloads = list(dict.fromkeys([*workloads, *rollout_workloads]))
-    if not workloads:
+    every = list(dict.fromkeys([*workloads, *rollout_workloads]))
+    if not every:
         raise ValueError("There is nothing to measure. Give --workload, --batch and --context, or --profile rollout.")
+    if options.breakdown and not workloads:
+        raise ValueError(
+            "The breakdown by kernel is made at the workloads, not at the points of a rollout. Give --workload too."
+        )
 
-    tokens = new_tokens(max(batch * context for batch, context in workloads))
+    tokens = new_tokens(max(batch * context for batch, context in every))
     job = {
-        "workloads": workloads,
+        "workloads": every,
         "steps": options.steps,
         "blocks": options.blocks,
         "warmup": options.warmup,
-        "breakdown": options.breakdown,
+        "breakdown": workloads if options.breakdown else [],
         "model_runner": options.model_runner,
         "prefill": prefill,
         "prefill_steps": tokens - num_new_tokens(timed, options.warmup, 0),
         "engine": engine_arguments(
             model,
-            workloads,
+            every,
             tokens,
             device_is_cpu=is_cpu,
             load_format=options.load_format,
@@ -256,34 +343,53 @@ def _plan(options: BenchOptions, model: str, shape: ModelShape) -> tuple[dict[st
             block_size=options.block_size,
             max_model_len=options.max_model_len,
             # At least half of a step's tokens are left for prompts while others decode.
-            max_num_batched_tokens=max(PREFILL_TOKENS, 2 * max(b for b, _ in workloads)) if prefill else None,
+            max_num_batched_tokens=max(PREFILL_TOKENS, 2 * max(b for b, _ in every)) if prefill else None,
             enforce_eager=options.enforce_eager or None,
         ),
     }
-    return job, rollout_workloads
+    jobs = {}
+    if options.variant != "sparse":
+        jobs[DENSE] = {**job, "schedule": None}
+    if options.variant != "dense":
+        jobs |= {name: {**job, "schedule": schedule.to_dict()} for name, schedule in options.schedules.items()}
+    return BenchPlan(
+        shape=shape,
+        schedules=options.schedules,
+        workloads=list(dict.fromkeys(workloads)),
+        rollout_workloads=rollout_workloads,
+        rollout_length=options.rollout_length,
+        jobs=jobs,
+    )
 
 
-def _run_variant(job: dict[str, Any], folder: Path, output: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    """Measure one variant in its own process, whose output goes to `<variant>.log`."""
-    variant = job["variant"]
-    job_path, result_path = folder / f"{variant}_job.json", folder / f"{variant}.json"
-    write_atomically(job_path, dump_json_object(job, "the job"))
+def _run_variant(
+    variant: str,
+    job: dict[str, Any],
+    output: Path,
+    report: Callable[[str], None],
+    merge: Callable[[str, dict[str, Any]], None] | None = None,
+) -> None:
+    """Do the job of one variant in its own process, whose output goes to `<variant>.log`, and `merge` its results."""
     log_path = output / f"{variant}.log"
     tail = deque(maxlen=LOG_TAIL_LINES)
-    command = [sys.executable, "-m", f"{__package__}.bench_worker", str(job_path), str(result_path)]
-    with open(log_path, "w") as log, _process(command) as worker:
-        for line in worker.stdout:
-            log.write(line)
-            log.flush()
-            tail.append(line)
-            if line.startswith(PROGRESS):
-                report(f"{variant}: {line.removeprefix(PROGRESS).rstrip()}")
-    if worker.returncode or not result_path.exists():
+    with tempfile.TemporaryDirectory(prefix="sparrow-bench-") as folder:
+        job_path, result_path = Path(folder) / "job.json", Path(folder) / "result.json"
+        write_atomically(job_path, dump_json_object(job, "the job"))
+        command = [sys.executable, "-m", f"{__package__}.bench_worker", str(job_path), str(result_path)]
+        with open(log_path, "w") as log, _process(command) as worker:
+            for line in worker.stdout:
+                log.write(line)
+                log.flush()
+                tail.append(line)
+                if line.startswith(PROGRESS):
+                    report(f"{variant}: {line.removeprefix(PROGRESS).rstrip()}")
+                    if merge and result_path.exists():
+                        merge(variant, read_json_object(result_path, MAX_RESULT_BYTES))
+    if worker.returncode:
         raise BenchError(
             f"The {variant} variant failed with exit status {worker.returncode}; its log is {log_path}. Its last "
             f"lines:\n{''.join(tail)}"
         )
-    return read_json_object(result_path, MAX_RESULT_BYTES)
 
 
 @contextlib.contextmanager
@@ -303,54 +409,59 @@ def _process(command: list[str]):
         process.stdout.close()
 
 
-def summarize(
-    measured: dict[str, dict[str, Any]],
-    shape: ModelShape,
-    schedule: SparsityScheduleConfig,
-    rollout_workloads: list[tuple[int, int]],
-    rollout_length: int | None,
-) -> dict[str, Any]:
+def summarize(measured: dict[str, dict[str, Any]], plan: BenchPlan) -> dict[str, Any]:
     """
-    What the raw results of the variants say.
+    What the raw results of the variants say, as far as they go.
 
     Args:
         measured (`dict[str, dict]`): Result of [`bench_worker`][sparrow_trl.bench_worker] by variant.
-        shape ([`ModelShape`]): The model.
-        schedule ([`SparsityScheduleConfig`]): Schedule of the sparse variant.
-        rollout_workloads (`list[tuple[int, int]]`): Workloads of the rollout, by increasing context.
-        rollout_length (`int`, *optional*): Length of the rollout.
+        plan ([`BenchPlan`]): What is measured.
 
     Returns:
-        `dict[str, Any]`: `copy_bandwidth` (bytes per second), `workloads` and `rollout`.
+        `dict[str, Any]`: `copy_bandwidth` (bytes per second), `workloads` and `rollout`. Each workload, and each of
+        the rollout's points, has its `variants` by name.
     """
-    bandwidth = max(result["copy_bandwidth"] for result in measured.values())
-    workloads: dict[tuple[int, int], dict[str, Any]] = {}
-    for variant, result in measured.items():
-        for raw in result["workloads"]:
-            key = raw["batch"], raw["context"]
-            workload = workloads.setdefault(key, {"batch": key[0], "context": key[1]})
-            workload[variant] = summarize_workload(raw, shape, schedule if variant == "sparse" else None, bandwidth)
-    for workload in workloads.values():
-        if all(variant in workload for variant in VARIANTS):
-            workload["speedup"] = workload["dense"]["step_seconds"] / workload["sparse"]["step_seconds"]
-    rollout = None
-    if rollout_workloads:
-        rollout = {
-            "length": rollout_length,
-            "batch": rollout_workloads[0][0],
-            "contexts": [context for _, context in rollout_workloads],
-        }
-        for variant in measured:
-            points = [workloads[key][variant] for key in rollout_workloads]
-            lengths, seconds = [p["mean_length"] for p in points], [p["step_seconds"] for p in points]
-            rollout[variant] = {
-                "lengths": lengths,
-                "step_seconds": seconds,
-                "seconds": integrate_rollout(lengths, seconds, rollout_length),
+    bandwidth = max((result["copy_bandwidth"] for result in measured.values()), default=None)
+
+    def summarize_all(workloads: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        summaries = []
+        for batch, context in workloads:
+            variants = {
+                name: summarize_workload(raw, plan.shape, plan.schedules.get(name), bandwidth)
+                for name, result in measured.items()
+                for raw in result["workloads"]
+                if (raw["batch"], raw["context"]) == (batch, context)
             }
-        if all(variant in rollout for variant in VARIANTS):
-            rollout["speedup"] = rollout["dense"]["seconds"] / rollout["sparse"]["seconds"]
-    return {"copy_bandwidth": bandwidth, "workloads": list(workloads.values()), "rollout": rollout}
+            _compare(variants, "step_seconds")
+            compare_attention(variants)
+            if variants:
+                summaries.append({"batch": batch, "context": context, "variants": variants})
+        return summaries
+
+    rollout = None
+    if plan.rollout_workloads:
+        points = summarize_all(plan.rollout_workloads)
+        variants = {}
+        for name in measured:
+            rows = [point["variants"][name] for point in points if name in point["variants"]]
+            if len(rows) == len(plan.rollout_workloads):
+                lengths, seconds = [row["mean_length"] for row in rows], [row["step_seconds"] for row in rows]
+                variants[name] = {"seconds": integrate_rollout(lengths, seconds, plan.rollout_length)}
+        _compare(variants, "seconds")
+        rollout = {
+            "length": plan.rollout_length,
+            "batch": plan.rollout_workloads[0][0],
+            "points": points,
+            "variants": variants,
+        }
+    return {"copy_bandwidth": bandwidth, "workloads": summarize_all(plan.workloads), "rollout": rollout}
+
+
+def _compare(variants: dict[str, dict[str, Any]], seconds: str) -> None:
+    """Add the `speedup` over the dense variant, by the time that `seconds` (`str`) names, to all others."""
+    for name, variant in variants.items():
+        if name != DENSE and DENSE in variants:
+            variant["speedup"] = variants[DENSE][seconds] / variant[seconds]
 
 
 def summarize_workload(
@@ -365,20 +476,27 @@ def summarize_workload(
         schedule ([`SparsityScheduleConfig`], *optional*): The schedule; dense attention by default.
         bandwidth (`float`): Bytes per second of the device's memory.
     """
-    first, last = raw["lengths"]
+
+    def traffic_of(lengths):
+        first, last = lengths
+        return step_traffic(shape, raw["batch"], range(first, last + 1), schedule)
+
     seconds = statistics.median(raw["step_seconds"])
-    traffic = step_traffic(shape, raw["batch"], range(first, last + 1), schedule)
+    traffic = traffic_of(raw["lengths"])
     roofline = traffic.total / bandwidth
     summary = {
         "step_seconds": seconds,
         "step_seconds_spread": max(raw["step_seconds"]) - min(raw["step_seconds"]),
         "tokens_per_second": raw["batch"] / seconds,
-        "mean_length": (first + last) / 2,
+        "mean_length": sum(raw["lengths"]) / 2,
         "bytes": {**asdict(traffic), "kv": traffic.kv, "total": traffic.total},
         "kv_bandwidth_over_step": traffic.kv / seconds,
         "roofline_seconds": roofline,
         "roofline_ratio": seconds / roofline,
     }
-    if "kernels" in raw:
-        summary["breakdown"] = group_kernels(raw["kernels"], seconds, traffic)
+    if "profile" in raw:
+        profile = raw["profile"]
+        summary["breakdown"] = group_kernels(
+            profile["kernels"], seconds, traffic_of(profile["lengths"]), shape.num_layers
+        )
     return summary

@@ -1,5 +1,7 @@
 """What a benchmark measures: model shapes, the batch that fits, the contexts of a rollout and its time from them."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from .bench_traffic import ModelShape, step_traffic
@@ -54,6 +56,9 @@ FIRST_CONTEXT = 256
 # Activations, CUDA graphs and the allocator's slack of an engine, beside its weights and its KV cache.
 ENGINE_RESERVE_BYTES = 4 * 2**30
 
+# Tokens of a KV cache beside one longest sequence, for an engine that only starts: blocks that are never handed out.
+SPARE_CACHE_TOKENS = 1024
+
 
 def shape_config(name: str):
     """transformers configuration of the model shape `name` (`str`, a key of `MODEL_SHAPES`)."""
@@ -74,23 +79,35 @@ def num_new_tokens(num_steps: int, warmup: int, prefill_steps: int) -> int:
     return num_steps + warmup + prefill_steps + 1
 
 
+def cache_bytes_per_token(shape: ModelShape, schedules: Sequence[SparsityScheduleConfig] = ()) -> float:
+    """
+    Bytes of a token's keys, values and landmarks in the variant that needs most.
+
+    Args:
+        shape ([`ModelShape`]): The model.
+        schedules (`Sequence[SparsityScheduleConfig]`, *optional*): Schedules whose landmarks are stored.
+    """
+    landmarks = [0.0]
+    for schedule in schedules:
+        element_bytes = 1 if schedule.landmark_dtype == "fp8_e4m3" else shape.element_bytes
+        per_page = shape.num_layers * shape.kv_heads * shape.head_dim * schedule.landmarks_per_page * element_bytes
+        landmarks.append(per_page / schedule.page_size)
+    return shape.kv_bytes_per_token + max(landmarks)
+
+
 def largest_batch(
-    shape: ModelShape, tokens: int, cache_bytes: float, schedule: SparsityScheduleConfig | None = None
+    shape: ModelShape, tokens: int, cache_bytes: float, schedules: Sequence[SparsityScheduleConfig] = ()
 ) -> int:
     """
-    Sequences whose keys, values and landmarks fit beside one another.
+    Sequences whose keys, values and landmarks fit beside one another in every variant.
 
     Args:
         shape ([`ModelShape`]): The model.
         tokens (`int`): Tokens of each sequence.
         cache_bytes (`float`): Memory for them.
-        schedule ([`SparsityScheduleConfig`], *optional*): Schedule whose landmarks are stored; none by default.
+        schedules (`Sequence[SparsityScheduleConfig]`, *optional*): Schedules whose landmarks are stored.
     """
-    per_token = shape.kv_bytes_per_token
-    if schedule is not None:
-        landmark_bytes = 1 if schedule.landmark_dtype == "fp8_e4m3" else shape.element_bytes
-        landmarks = shape.num_layers * shape.kv_heads * shape.head_dim * schedule.landmarks_per_page * landmark_bytes
-        per_token += landmarks / schedule.page_size
+    per_token = cache_bytes_per_token(shape, schedules)
     batch = int(cache_bytes / (tokens * per_token))
     if batch < 1:
         raise ValueError(
@@ -102,17 +119,17 @@ def largest_batch(
 
 
 def rollout_contexts(
-    shape: ModelShape, schedule: SparsityScheduleConfig, max_length: int, window: int, points: int
+    shape: ModelShape, schedules: Sequence[SparsityScheduleConfig], max_length: int, window: int, points: int
 ) -> list[int]:
     """
-    Contexts at which to time a rollout, so that straight lines between them follow what the schedule reads.
+    Contexts at which to time a rollout, so that straight lines between them follow what the schedules read.
 
-    A point is added where the line is furthest off, until there are enough. No point's window of steps crosses a
-    change of the schedule's budget, so that each is a time of one budget.
+    A point is added where the line of some schedule is furthest off, until there are enough. No point's window of
+    steps crosses a change of a schedule's budget, so that each is a time of one budget.
 
     Args:
         shape ([`ModelShape`]): The model.
-        schedule ([`SparsityScheduleConfig`]): The schedule.
+        schedules (`Sequence[SparsityScheduleConfig]`): The schedules, at least one.
         max_length (`int`): Length of the rollout, in tokens.
         window (`int`): Tokens that each measurement generates past its context.
         points (`int`): Number of contexts.
@@ -125,21 +142,30 @@ def rollout_contexts(
             f"A rollout profile needs at least 2 points and a length above {FIRST_CONTEXT + window}, got {points} "
             f"points and {max_length} tokens."
         )
-    grid = np.unique(np.append(np.arange(FIRST_CONTEXT, last, schedule.page_size), last))
-    first_pages, last_pages = -(-(grid + 1) // schedule.page_size), -(-(grid + window) // schedule.page_size)
+    step = math.lcm(*(schedule.page_size for schedule in schedules))
+    grid = np.unique(np.append(np.arange(FIRST_CONTEXT, last, step), last))
     whole = np.ones(len(grid), dtype=bool)
-    for layer in range(shape.num_layers):
-        if not schedule.is_dense_layer(layer):
-            table = schedule.to_table(max_length, layer).numpy()
-            whole &= table[first_pages] == table[last_pages]
+    for schedule in schedules:
+        first_pages, last_pages = -(-(grid + 1) // schedule.page_size), -(-(grid + window) // schedule.page_size)
+        for layer in range(shape.num_layers):
+            if not schedule.is_dense_layer(layer):
+                table = schedule.to_table(max_length, layer).numpy()
+                whole &= table[first_pages] == table[last_pages]
     whole[[0, -1]] = True
     grid = grid[whole]
-    reads = np.array([step_traffic(shape, 1, [int(context) + window // 2], schedule).total for context in grid])
+    reads = np.array(
+        [
+            [step_traffic(shape, 1, [int(context) + window // 2], schedule).total for context in grid]
+            for schedule in schedules
+        ]
+    )
+    reads /= reads.max(axis=1, keepdims=True)
     chosen = [0, len(grid) - 1]
     while len(chosen) < min(points, len(grid)):
-        error = np.abs(np.interp(grid, grid[chosen], reads[chosen]) - reads)
+        lines = [np.interp(grid, grid[chosen], line[chosen]) for line in reads]
+        error = np.abs(lines - reads).max(axis=0)
         worst = int(error.argmax())
-        if error[worst] <= 1e-9 * reads.max():  # straight already: halve the widest gap
+        if error[worst] <= 1e-9:  # straight already: halve the widest gap
             gap = int(np.diff(chosen).argmax())
             worst = (chosen[gap] + chosen[gap + 1]) // 2
         chosen = sorted({*chosen, worst})
@@ -176,7 +202,7 @@ def engine_arguments(
     model: str, workloads: list[tuple[int, int]], tokens: int, *, device_is_cpu: bool, **options: Any
 ) -> dict[str, Any]:
     """
-    Keyword arguments of [`vllm.LLM`] that both variants share.
+    Keyword arguments of [`vllm.LLM`] that all variants share.
 
     Args:
         model (`str`): Folder or Hub id of the model.
@@ -193,6 +219,8 @@ def engine_arguments(
         "max_num_seqs": batches[-1],
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
+        # What the measured steps need is compiled by those before them; vLLM's warm-up takes minutes for all else.
+        "kernel_config": {"enable_jit_warmup": False},
     }
     if device_is_cpu or options.get("enforce_eager"):
         arguments["enforce_eager"] = True

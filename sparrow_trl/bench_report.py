@@ -1,7 +1,9 @@
-"""How a benchmark's numbers are shown: kernels by what they do, tables on the terminal, and the picture."""
+"""How a benchmark's numbers are shown: kernels by what they do, tables for terminals and Markdown, the picture."""
 
 import io
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +11,26 @@ from .bench_traffic import StepTraffic
 from .json_files import write_atomically
 
 
+# Name of the variant that runs vLLM's own attention. The others have the names of their schedules.
+DENSE = "dense"
+
 # The first pattern found in a kernel's name says what it does.
 KERNEL_GROUPS = {
     "landmark update": r"^_\w*landmark",
     "scoring": r"^_score_",
     "selection": r"^_(select|list)_",
     "attention": r"^_attend_",
-    "merge": r"^_merge_",
+    "merge": r"^_merge_|FlashAttnFwdCombine",
     "cache write": r"reshape_and_cache",
     "dense attention": r"flash|fmha",
     "matmul": r"gemm|gemv|nvjet|cutlass|cublas|splitk",
     "other": r"",
 }
+
+# Over what the bytes of keys and values are divided, as columns of a table.
+BANDWIDTHS = {"attention": "attention kernel", "merge": "and merge", "selection": "and scoring, selection"}
+
+HATCHES = (None, "//", "..", "xx", "++")
 
 
 def kernel_group(name: str) -> str:
@@ -28,7 +38,9 @@ def kernel_group(name: str) -> str:
     return next(group for group, pattern in KERNEL_GROUPS.items() if re.search(pattern, name, re.IGNORECASE))
 
 
-def group_kernels(kernels: dict[str, dict[str, float]], step_seconds: float, traffic: StepTraffic) -> dict[str, Any]:
+def group_kernels(
+    kernels: dict[str, dict[str, float]], step_seconds: float, traffic: StepTraffic, num_layers: int
+) -> dict[str, Any]:
     """
     Where the time of a step goes.
 
@@ -36,12 +48,14 @@ def group_kernels(kernels: dict[str, dict[str, float]], step_seconds: float, tra
         kernels (`dict[str, dict]`): Microseconds and calls per step by kernel name.
         step_seconds (`float`): Time of a step without the profiler.
         traffic ([`StepTraffic`]): What a step reads.
+        num_layers (`int`): Attention layers.
 
     Returns:
-        `dict[str, Any]`: `groups` (microseconds and calls per step, microseconds per call), `idle_microseconds` (the
-        step less all kernels), `kv_bandwidth_over_attention` (bytes of keys and values per second, over all that
-        attention takes), `kv_bandwidth_of_attention_kernels` (over the kernels that read them and merge what they
-        found), and `selection_share` (of sparse attention's time).
+        `dict[str, Any]`: `groups` (microseconds and calls per step, microseconds per layer), `idle_microseconds` (the
+        step less all kernels), `kv_bandwidth` (bytes of keys and values per second of the attention kernels, of these
+        and the merge of what they found, and of all that and scoring and selection), and `selection_share` (scoring
+        and selection in the time of sparse attention). Layers that attend densely run the same kernels, so the time of
+        reading is split between the layers by bytes.
     """
     groups: dict[str, dict[str, float]] = {}
     for name, kernel in kernels.items():
@@ -50,200 +64,279 @@ def group_kernels(kernels: dict[str, dict[str, float]], step_seconds: float, tra
         group["calls"] += kernel["calls"]
     groups = {name: groups[name] for name in KERNEL_GROUPS if name in groups}
     for group in groups.values():
-        group["microseconds_per_call"] = group["microseconds"] / group["calls"]
+        group["microseconds_per_layer"] = group["microseconds"] / num_layers
 
     def microseconds(*names):
         return sum(groups[name]["microseconds"] for name in names if name in groups)
 
-    def bandwidth(time):
-        return traffic.kv / time * 1e6 if time else None
-
-    reading = microseconds("dense attention", "attention", "merge")
-    choosing = microseconds("scoring", "selection")
+    attention = microseconds("dense attention", "attention")
+    reading, choosing = attention + microseconds("merge"), microseconds("scoring", "selection")
+    times = {"attention": attention, "merge": reading, "selection": reading + choosing}
     return {
         "groups": groups,
         "idle_microseconds": 1e6 * step_seconds - microseconds(*groups),
-        "kv_bandwidth_over_attention": bandwidth(reading + choosing),
-        "kv_bandwidth_of_attention_kernels": bandwidth(reading),
-        "selection_share": choosing / (microseconds("attention", "merge") + choosing) if choosing else None,
+        "kv_bandwidth": {name: traffic.kv / time * 1e6 if time else None for name, time in times.items()},
+        "selection_share": choosing / (choosing + reading * traffic.sparse_kv / traffic.kv) if choosing else None,
     }
 
 
-def print_tables(result: dict[str, Any], console) -> None:
-    """Print what `bench.json` holds, `result` (`dict`), to a [`rich.console.Console`]."""
-    versions = ", ".join(f"{name} {version}" for name, version in _any_variant(result)["versions"].items() if version)
-    console.print(
-        f"{result['model']} on {_any_variant(result)['device']} ({versions}); memory copies at "
-        f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
+def compare_attention(variants: dict[str, dict[str, Any]]) -> None:
+    """Add to the breakdowns of a workload's `variants` (`dict`) their bandwidths as shares of the dense variant's."""
+    dense = variants.get(DENSE, {}).get("breakdown")
+    for name, variant in variants.items():
+        if name != DENSE and dense and "breakdown" in variant:
+            bandwidth = variant["breakdown"]["kv_bandwidth"]
+            variant["breakdown"]["kv_bandwidth_ratio"] = {
+                key: bandwidth[key] / value if value and bandwidth[key] else None
+                for key, value in dense["kv_bandwidth"].items()
+            }
+
+
+@dataclass
+class Table:
+    """
+    A table of text.
+
+    Args:
+        title (`str`): What it shows.
+        columns (`list[str]`): Headings.
+        rows (`list[list[str]]`, *optional*, defaults to `[]`): Cells.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+
+def print_tables(record: dict[str, Any], console) -> None:
+    """Print what `bench.json` holds, `record` (`dict`), to a [`rich.console.Console`]."""
+    from rich.table import Table as RichTable
+
+    console.print(describe(record))
+    for table in tables(record):
+        rich_table = RichTable(title=table.title)
+        for index, column in enumerate(table.columns):
+            rich_table.add_column(column, justify="left" if index == 0 else "right")
+        for row in table.rows:
+            rich_table.add_row(*row)
+        console.print(rich_table)
+
+
+def markdown_tables(record: dict[str, Any]) -> str:
+    """The tables of what `bench.json` holds, `record` (`dict`), in Markdown, with the command and the machine."""
+    parts = [f"```bash\n{record['command']}\n```", describe(record)]
+    for table in tables(record):
+        lines = [table.columns, ["---", *["---:"] * (len(table.columns) - 1)], *table.rows]
+        parts.append(f"**{table.title}**")
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One line about the machine, the software and the state of what `bench.json` holds, `record` (`dict`)."""
+    if not record["variants"]:
+        return f"{record['model']}: nothing was measured yet"
+    raw = _any_variant(record)
+    versions = ", ".join(f"{name} {version}" for name, version in raw["versions"].items() if version)
+    runners = " and ".join(sorted({result["model_runner"] for result in record["variants"].values()}))
+    text = (
+        f"{record['model']} on {raw['device']} ({versions}; model runner {runners}); memory copies at "
+        f"{record['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
-    console.print(_step_table(result))
-    for workload in result["workloads"]:
-        if any("breakdown" in workload.get(variant, {}) for variant in result["variants"]):
-            console.print(_breakdown_table(workload, list(result["variants"])))
-    if result["rollout"]:
-        console.print(_rollout_table(result["rollout"], list(result["variants"])))
+    return text if record["complete"] else f"{text}. INCOMPLETE: the run was cut off"
 
 
-def _any_variant(result: dict[str, Any]) -> dict[str, Any]:
-    return next(iter(result["variants"].values()))
+def tables(record: dict[str, Any]) -> Iterator[Table]:
+    """All tables of what `bench.json` holds, `record` (`dict`)."""
+    if record["workloads"]:
+        yield _step_table(record["workloads"])
+    profiled = [
+        workload
+        for workload in record["workloads"]
+        if any("breakdown" in variant for variant in workload["variants"].values())
+    ]
+    for workload in profiled:
+        yield _kernel_table(workload)
+    if profiled:
+        yield _attention_table(profiled)
+    if record["rollout"]:
+        yield from _rollout_tables(record["rollout"], list(record["variants"]))
 
 
-def _table(title: str, *columns: str):
-    from rich.table import Table
-
-    table = Table(title=title)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    return table
+def _any_variant(record: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(record["variants"].values()))
 
 
-def _step_table(result: dict[str, Any]):
+def _name(workload: dict[str, Any]) -> str:
+    return f"{workload['batch']} x {workload['context']}"
+
+
+def _number(value: float | None, text: str, scale: float = 1) -> str:
+    """`scale` times `value` in the format `text`, or nothing where it is `None`."""
+    return "" if value is None else text.format(scale * value)
+
+
+def _step_table(workloads: list[dict[str, Any]]) -> Table:
     columns = ("ms a step", "spread", "tokens/s", "KV GB", "landmark GB", "KV TB/s", "roofline ms", "of roofline")
-    table = _table("Decode steps", "batch x context", "variant", *columns, "speedup")
-    for workload in result["workloads"]:
-        for variant in result["variants"]:
-            row = workload[variant]
-            speedup = workload.get("speedup") if variant == "sparse" else None
-            table.add_row(
-                f"{workload['batch']} x {workload['context']}",
-                variant,
-                f"{1e3 * row['step_seconds']:.2f}",
-                f"{1e3 * row['step_seconds_spread']:.2f}",
-                f"{row['tokens_per_second']:.0f}",
-                f"{row['bytes']['kv'] / 1e9:.2f}",
-                f"{row['bytes']['landmarks'] / 1e9:.2f}",
-                f"{row['kv_bandwidth_over_step'] / 1e12:.2f}",
-                f"{1e3 * row['roofline_seconds']:.2f}",
-                f"{row['roofline_ratio']:.2f}x",
-                f"{speedup:.2f}x" if speedup else "",
+    table = Table("Decode steps", ["batch x context", "variant", *columns, "speedup"])
+    for workload in workloads:
+        for name, row in workload["variants"].items():
+            table.rows.append(
+                [
+                    _name(workload),
+                    name,
+                    f"{1e3 * row['step_seconds']:.2f}",
+                    f"{1e3 * row['step_seconds_spread']:.2f}",
+                    f"{row['tokens_per_second']:.0f}",
+                    f"{row['bytes']['kv'] / 1e9:.2f}",
+                    f"{row['bytes']['landmarks'] / 1e9:.2f}",
+                    f"{row['kv_bandwidth_over_step'] / 1e12:.2f}",
+                    f"{1e3 * row['roofline_seconds']:.2f}",
+                    f"{row['roofline_ratio']:.2f}x",
+                    _number(row.get("speedup"), "{:.2f}x"),
+                ]
             )
     return table
 
 
-def _breakdown_table(workload: dict[str, Any], variants: list[str]):
-    title = f"Kernels, {workload['batch']} x {workload['context']} (us a step)"
-    table = _table(title, "", *(column for variant in variants for column in (variant, "calls", "us a call")))
-    breakdowns = [workload[variant]["breakdown"] for variant in variants]
-    for name in KERNEL_GROUPS:
-        groups = [breakdown["groups"].get(name) for breakdown in breakdowns]
-        if any(groups):
-            cells = [
-                (f"{g['microseconds']:.0f}", f"{g['calls']:.0f}", f"{g['microseconds_per_call']:.1f}")
-                if g
-                else ("", "", "")
-                for g in groups
+def _kernel_table(workload: dict[str, Any]) -> Table:
+    breakdowns = {name: row["breakdown"] for name, row in workload["variants"].items() if "breakdown" in row}
+    columns = [column for name in breakdowns for column in (f"{name}: us a step", "us a layer")]
+    table = Table(f"Kernels, {_name(workload)}", ["kernels", *columns])
+    for group in KERNEL_GROUPS:
+        cells = [breakdown["groups"].get(group, {}) for breakdown in breakdowns.values()]
+        if any(cells):
+            row = [
+                text
+                for cell in cells
+                for text in (
+                    _number(cell.get("microseconds"), "{:.0f}"),
+                    _number(cell.get("microseconds_per_layer"), "{:.1f}"),
+                )
             ]
-            table.add_row(name, *(text for cell in cells for text in cell))
-    idle = [(f"{breakdown['idle_microseconds']:.0f}", "", "") for breakdown in breakdowns]
-    table.add_row("idle", *(text for cell in idle for text in cell))
-    for label, name, scale, unit in (
-        ("KV over attention and selection", "kv_bandwidth_over_attention", 1e-12, " TB/s"),
-        ("KV over attention", "kv_bandwidth_of_attention_kernels", 1e-12, " TB/s"),
-        ("scoring and selection", "selection_share", 100, "%"),
-    ):
-        values = [breakdown[name] for breakdown in breakdowns]
-        cells = [("" if value is None else f"{value * scale:.2f}{unit}", "", "") for value in values]
-        table.add_row(label, *(text for cell in cells for text in cell))
+            table.rows.append([group, *row])
+    idle = [text for b in breakdowns.values() for text in (f"{b['idle_microseconds']:.0f}", "")]
+    table.rows.append(["idle", *idle])
     return table
 
 
-def _rollout_table(rollout: dict[str, Any], variants: list[str]):
-    table = _table(f"Rollout of {rollout['batch']} x {rollout['length']} tokens", "variant", "seconds", "tokens/s")
-    for variant in variants:
-        seconds = rollout[variant]["seconds"]
-        table.add_row(variant, f"{seconds:.1f}", f"{rollout['batch'] * rollout['length'] / seconds:.0f}")
-    if "speedup" in rollout:
-        table.add_row("speedup", f"{rollout['speedup']:.2f}x", "")
+def _attention_table(workloads: list[dict[str, Any]]) -> Table:
+    columns = [column for name in BANDWIDTHS.values() for column in (name, "of dense")]
+    title = "KV bytes of all layers per second (TB/s) of the kernels that read them, and the cost of choosing pages"
+    selection = "scoring, selection of sparse attention"
+    table = Table(title, ["batch x context", "variant", *columns, selection])
+    for workload in workloads:
+        for name, row in workload["variants"].items():
+            if "breakdown" not in row:
+                continue
+            breakdown, cells = row["breakdown"], []
+            for key in BANDWIDTHS:
+                cells.append(_number(breakdown["kv_bandwidth"][key], "{:.3g}", 1e-12))
+                cells.append(_number(breakdown.get("kv_bandwidth_ratio", {}).get(key), "{:.1f}%", 100))
+            share = _number(breakdown["selection_share"], "{:.1f}%", 100)
+            table.rows.append([_name(workload), name, *cells, share])
     return table
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw what `bench.json` holds, `result` (`dict`), to the PNG file `path` (`pathlib.Path`)."""
+def _rollout_tables(rollout: dict[str, Any], names: list[str]) -> Iterator[Table]:
+    size = f"{rollout['batch']} x {rollout['length']} tokens"
+    table = Table(f"Rollout of {size}", ["variant", "seconds", "tokens/s", "speedup"])
+    for name, row in rollout["variants"].items():
+        rate = rollout["batch"] * rollout["length"] / row["seconds"]
+        table.rows.append([name, f"{row['seconds']:.1f}", f"{rate:.0f}", _number(row.get("speedup"), "{:.2f}x")])
+    yield table
+    columns = [column for name in names for column in ([f"{name} ms"] + (["speedup"] if name != DENSE else []))]
+    table = Table(f"Steps of the rollout of {size}", ["cached tokens", *columns])
+    for point in rollout["points"]:
+        cells = []
+        for name in names:
+            row = point["variants"].get(name, {})
+            cells.append(_number(row.get("step_seconds"), "{:.2f}", 1e3))
+            if name != DENSE:
+                cells.append(_number(row.get("speedup"), "{:.2f}x"))
+        table.rows.append([str(point["context"]), *cells])
+    yield table
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Draw what `bench.json` holds, `record` (`dict`), to the PNG file `path` (`pathlib.Path`)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rollout, variants = result["rollout"], list(result["variants"])
-    contexts = {(rollout["batch"], context) for context in rollout["contexts"]} if rollout else set()
-    workloads = [w for w in result["workloads"] if (w["batch"], w["context"]) not in contexts]
+    workloads, rollout, names = record["workloads"], record["rollout"], list(record["variants"])
     panels = bool(workloads) + bool(rollout)
-    figure, axes = plt.subplots(1, panels, figsize=(6.8 * panels, 4.4), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, panels, figsize=(6.8 * panels, 4.6), layout="constrained", squeeze=False)
     if workloads:
-        _draw_steps(workloads, variants, axes[0, 0])
+        _draw_steps(workloads, names, axes[0, 0])
     if rollout:
-        _draw_rollout(rollout, variants, axes[0, -1])
-    figure.suptitle(f"{result['model']}, {_any_variant(result)['device']}")
+        _draw_rollout(rollout, names, axes[0, -1])
+    figure.suptitle(f"{record['model']}, {_any_variant(record)['device']}")
     image = io.BytesIO()
     figure.savefig(image, dpi=150, format="png")
     plt.close(figure)
     write_atomically(path, image.getvalue())
 
 
-def _draw_steps(workloads: list[dict[str, Any]], variants: list[str], ax) -> None:
+def _draw_steps(workloads: list[dict[str, Any]], names: list[str], ax) -> None:
     """A bar per workload and variant, cut by what its kernels do where that was measured."""
     from matplotlib import colormaps
+    from matplotlib.patches import Patch
 
-    width = 0.8 / len(variants)
+    width = 0.8 / len(names)
     colors = dict(zip([*KERNEL_GROUPS, "idle"], colormaps["tab10"].colors, strict=True))
-    labelled = set()
-
-    def bar(position, height, bottom, label, color, hatch):
-        ax.bar(
-            position,
-            height,
-            0.9 * width,
-            bottom=bottom,
-            color=color,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.5,
-            label=None if label in labelled else label,
-        )
-        labelled.add(label)
-
+    hatches = {name: HATCHES[index % len(HATCHES)] for index, name in enumerate(names)}
+    shown = {}
     for index, workload in enumerate(workloads):
-        for offset, variant in enumerate(variants):
-            position = index + (offset - (len(variants) - 1) / 2) * width
-            row, hatch = workload[variant], "//" if variant == "sparse" else None
+        for offset, name in enumerate(names):
+            if name not in workload["variants"]:
+                continue
+            row = workload["variants"][name]
+            position = index + (offset - (len(names) - 1) / 2) * width
             milliseconds = 1e3 * row["step_seconds"]
+            parts = {None: milliseconds}
             if "breakdown" in row:
-                bottom = 0.0
-                parts = {name: group["microseconds"] for name, group in row["breakdown"]["groups"].items()}
-                for name, microseconds in {**parts, "idle": max(row["breakdown"]["idle_microseconds"], 0)}.items():
-                    bar(position, microseconds / 1e3, bottom, name, colors[name], hatch)
-                    bottom += microseconds / 1e3
-            else:
-                bar(position, milliseconds, 0, variant, f"C{offset}", hatch)
-            speedup = workload.get("speedup") if variant == "sparse" else None
-            text = f"{milliseconds:.1f}" + (f"\n{speedup:.2f}x" if speedup else "")
+                groups = row["breakdown"]["groups"]
+                parts = {group: kernels["microseconds"] / 1e3 for group, kernels in groups.items()}
+                parts["idle"] = max(row["breakdown"]["idle_microseconds"], 0) / 1e3
+            bottom = 0.0
+            for group, height in parts.items():
+                color = colors.get(group, "0.75")
+                style = {"color": color, "hatch": hatches[name], "edgecolor": "white", "linewidth": 0.5}
+                ax.bar(position, height, 0.92 * width, bottom=bottom, **style)
+                bottom += height
+                if group:
+                    shown[group] = Patch(color=color, label=group)
+            text = f"{milliseconds:.1f}" + _number(row.get("speedup"), "\n{:.2f}x")
             ax.annotate(text, (position, milliseconds), ha="center", va="bottom", fontsize="small")
-    ax.set_xticks(range(len(workloads)), [f"{w['batch']} x {w['context']}" for w in workloads])
-    ax.set_xlabel("batch x context (tokens)" + (", sparse hatched" if "sparse" in variants else ""))
+    variants = [Patch(facecolor="0.75", edgecolor="white", hatch=hatch, label=name) for name, hatch in hatches.items()]
+    ax.set_xticks(range(len(workloads)), [_name(workload) for workload in workloads])
+    ax.set_xlabel("batch x context (tokens)")
     ax.set_ylabel("decode step (ms)")
     ax.margins(y=0.18)
-    ax.legend(fontsize="small")
+    ax.legend(handles=[*variants, *shown.values()], fontsize="x-small")
 
 
-def _draw_rollout(rollout: dict[str, Any], variants: list[str], ax) -> None:
-    """Step time over the cached length, and the ratio of the two variants."""
-    for index, variant in enumerate(variants):
-        line = rollout[variant]
-        milliseconds = [1e3 * seconds for seconds in line["step_seconds"]]
-        label = f"{variant}, {line['seconds']:.0f} s in all"
-        ax.plot(line["lengths"], milliseconds, color=f"C{index}", marker="o", markersize=4, label=label)
+def _draw_rollout(rollout: dict[str, Any], names: list[str], ax) -> None:
+    """Step time over the cached length, and the speedup of each sparse variant."""
+    speedups = ax.twinx()
+    for index, name in enumerate(names):
+        rows = [point["variants"][name] for point in rollout["points"] if name in point["variants"]]
+        lengths = [row["mean_length"] for row in rows]
+        total = rollout["variants"].get(name, {})
+        label = name + _number(total.get("seconds"), ", {:.0f} s in all") + _number(total.get("speedup"), ", {:.2f}x")
+        steps = [1e3 * row["step_seconds"] for row in rows]
+        ax.plot(lengths, steps, color=f"C{index}", marker="o", markersize=4, label=label)
+        if all("speedup" in row for row in rows):
+            ratios = [row["speedup"] for row in rows]
+            speedups.plot(lengths, ratios, color=f"C{index}", linestyle="--", linewidth=1)
     ax.set_xlabel("cached length (tokens)")
     ax.set_ylabel("decode step (ms)")
     ax.set_xlim(0, rollout["length"])
     ax.set_ylim(0)
-    title = f"Rollout of {rollout['batch']} sequences to {rollout['length']} tokens"
-    if "speedup" in rollout:
-        dense, sparse = (rollout[variant]["step_seconds"] for variant in ("dense", "sparse"))
-        ratio = ax.twinx()
-        ratios = [d / s for d, s in zip(dense, sparse, strict=True)]
-        ratio.plot(rollout["dense"]["lengths"], ratios, color="0.4", linestyle="--", linewidth=1)
-        ratio.set_ylabel("dense / sparse (dashed)")
-        ratio.set_ylim(0)
-        title += f": {rollout['speedup']:.2f}x"
-    ax.set_title(title, fontsize="medium")
+    speedups.set_ylim(0)
+    speedups.set_ylabel("speedup (dashed)")
+    speedups.set_visible(bool(speedups.lines))
+    ax.set_title(f"Rollout of {rollout['batch']} sequences to {rollout['length']} tokens", fontsize="medium")
     ax.legend(loc="upper left", fontsize="small")

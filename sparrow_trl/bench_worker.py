@@ -2,12 +2,12 @@
 One engine variant of `sparrow-trl bench`, measured in a process of its own: `python -m sparrow_trl.bench_worker JOB
 RESULT`.
 
-`JOB` is a JSON object: `variant` (`"dense"` or `"sparse"`), `schedule` (its fields, or null), `workloads` (pairs of
-batch and context), `steps`, `blocks`, `warmup`, `breakdown`, `prefill` (whether prompts are computed, or the cache is
-filled with random keys and values), `prefill_steps` (most steps until the last request has its first token),
-`model_runner` (`"v1"` or `"v2"`), and `engine` (keyword arguments of [`vllm.LLM`]). `RESULT` appears when every
-workload has been measured and verified. Lines of the standard output that begin with [`PROGRESS`] say what is being
-done.
+`JOB` is a JSON object: `schedule` (the fields of a sparsity schedule, or null for dense attention), `workloads` (pairs
+of batch and context; without any, the engine only starts), `steps`, `blocks`, `warmup`, `breakdown` (those workloads
+whose kernels are timed too), `prefill` (whether prompts are computed, or the cache is filled with random keys and
+values), `prefill_steps` (most steps until the last request has its first token), `model_runner` (`"v1"`, `"v2"` or
+null), and `engine` (keyword arguments of [`vllm.LLM`]). `RESULT` is written anew after each workload, once that is
+measured and verified. Lines of the standard output that begin with [`PROGRESS`] say what has been done.
 
 One engine serves all workloads. Requests end by their own `max_tokens`, so the number of forward passes past each
 prompt is known, and the pages that were read can be held against the schedule exactly.
@@ -18,6 +18,8 @@ import os
 import statistics
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ class VariantBench:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.5},
             }
-        if job["variant"] == "sparse":
+        if job["schedule"] is not None:
             from .vllm_plugin import register
 
             register()
@@ -243,21 +245,20 @@ class VariantBench:
             check_kept_fraction(
                 self.state.counters.since(before), self.schedule, self.num_layers, batch, context, max_tokens - 1
             )
-        first = context + round(generated) + 1
         return {
             "batch": batch,
             "context": context,
-            "lengths": [first, first + steps * blocks - 1],
+            "lengths": _lengths(context, generated, steps * blocks),
             "step_seconds": seconds,
             "verified": verified,
         }
 
-    def profile(self, batch: int, context: int) -> dict[str, dict[str, float]]:
-        """Device time per step by kernel name: `{"microseconds": ..., "calls": ...}`."""
+    def profile(self, batch: int, context: int) -> dict[str, Any]:
+        """Device time per step by kernel name: `{"microseconds": ..., "calls": ...}`, and the lengths of the steps."""
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        self.start_decoding(batch, context, PROFILE_STEPS)
+        generated, _ = self.start_decoding(batch, context, PROFILE_STEPS)
         _synchronize(self.device)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             outputs = [self.engine.step() for _ in range(PROFILE_STEPS)]
@@ -273,47 +274,54 @@ class VariantBench:
                 kernel["calls"] += 1 / PROFILE_STEPS
         if not kernels:
             raise VerificationError("The profiler saw no kernel. Run without --breakdown.")
-        return kernels
+        return {"lengths": _lengths(context, generated, PROFILE_STEPS), "kernels": kernels}
 
 
-def measure_variant(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure all workloads of a `job` (`dict`, as in the module's description); the result is what its file holds."""
+def _lengths(context: int, generated: float, num_steps: int) -> list[int]:
+    """First and last cached length of `num_steps` steps after `generated` tokens on average, the new key included."""
+    first = context + round(generated) + 1
+    return [first, first + num_steps - 1]
+
+
+def measure_variant(job: dict[str, Any], save: Callable[[dict[str, Any]], None]) -> None:
+    """
+    Measure all workloads of a job.
+
+    Args:
+        job (`dict`): As in the module's description.
+        save (callable): Called with the result so far after each workload.
+    """
     # The engine's steps are driven and timed from this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[job["model_runner"]]
+    if job["model_runner"] is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[job["model_runner"]]
     check_version("vllm")
     import torch
     import transformers
     from vllm.platforms import current_platform
 
     device = torch.device("cuda" if current_platform.is_cuda() else "cpu")
-    progress("measuring the memory's bandwidth")
-    bandwidth = measure_copy_bandwidth(device)
+    if job["workloads"]:
+        progress("measuring the memory's bandwidth")
+        bandwidth = measure_copy_bandwidth(device)
     progress("starting the engine")
     start = time.perf_counter()
     bench = VariantBench(job, device)
     engine_seconds = time.perf_counter() - start
-    workloads = []
-    for index, (batch, context) in enumerate(job["workloads"]):
-        progress(f"{batch} x {context} tokens ({index + 1} of {len(job['workloads'])})")
-        workloads.append(bench.measure(batch, context))
-        progress(f"{batch} x {context}: {1e3 * statistics.median(workloads[-1]['step_seconds']):.2f} ms a step")
-    if job["breakdown"]:
-        # Last: a profiler that has run once may slow the steps that are timed after it.
-        for workload in workloads:
-            progress(f"kernels at {workload['batch']} x {workload['context']}")
-            workload["kernels"] = bench.profile(workload["batch"], workload["context"])
+    progress(f"the engine has started in {engine_seconds:.0f} s")
+    if not job["workloads"]:
+        return
     pool = bench.core.scheduler.kv_cache_manager.block_pool
-    return {
-        "variant": job["variant"],
+    result = {
         "attention": bench.attention,
+        "job": job,
         "copy_bandwidth": bandwidth,
         "engine_start_seconds": engine_seconds,
         "kv_cache_tokens": pool.get_num_free_blocks() * bench.config.cache_config.block_size,
         "block_size": bench.config.cache_config.block_size,
         "max_model_len": bench.config.model_config.max_model_len,
         "async_scheduling": bool(bench.config.scheduler_config.async_scheduling),
-        "v2_model_runner": bool(bench.config.use_v2_model_runner),
+        "model_runner": "v2" if bench.config.use_v2_model_runner else "v1",
         "cudagraph_mode": str(bench.config.compilation_config.cudagraph_mode),
         "device": current_platform.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {
@@ -322,8 +330,24 @@ def measure_variant(job: dict[str, Any]) -> dict[str, Any]:
             "vllm": installed_version("vllm"),
             "transformers": transformers.__version__,
         },
-        "workloads": workloads,
+        "workloads": [],
     }
+    for index, (batch, context) in enumerate(job["workloads"]):
+        start = time.perf_counter()
+        workload = bench.measure(batch, context)
+        workload["measured_in_seconds"] = time.perf_counter() - start
+        result["workloads"].append(workload)
+        save(result)
+        progress(
+            f"{batch} x {context}: {1e3 * statistics.median(workload['step_seconds']):.2f} ms a step "
+            f"({index + 1} of {len(job['workloads'])}, {workload['measured_in_seconds']:.1f} s)"
+        )
+    # Last: a profiler that has run once may slow the steps that are timed after it.
+    for workload in result["workloads"]:
+        if [workload["batch"], workload["context"]] in job["breakdown"]:
+            workload["profile"] = bench.profile(workload["batch"], workload["context"])
+            save(result)
+            progress(f"{workload['batch']} x {workload['context']}: kernels timed")
 
 
 def _triton_version() -> str | None:
@@ -336,8 +360,16 @@ def _triton_version() -> str | None:
 
 def main(job_path: str, result_path: str) -> None:
     """Measure the job in the file `job_path` (`str`) and write the result to `result_path` (`str`)."""
-    result = measure_variant(read_json_object(Path(job_path)))
-    write_atomically(Path(result_path), dump_json_object(result, "the benchmark's result"))
+
+    def save(result: dict[str, Any]) -> None:
+        write_atomically(Path(result_path), dump_json_object(result, "the benchmark's result"))
+
+    try:
+        measure_variant(read_json_object(Path(job_path)), save)
+    except Exception:
+        traceback.print_exc()
+        # At once: what libraries write when the interpreter ends would hide the error, which the parent quotes.
+        os._exit(1)
 
 
 if __name__ == "__main__":

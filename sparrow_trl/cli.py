@@ -48,14 +48,33 @@ def _add_bench(commands) -> None:
     bench.set_defaults(run=_run_bench)
     add = bench.add_argument
     add("--model", required=True, help="qwen3-1.7b, -4b, -8b or -14b (dummy weights), a folder, or a Hub id")
-    schedule = bench.add_mutually_exclusive_group(required=True)
-    schedule.add_argument("--preset", metavar="NAME", help="published schedule, such as qwen3-1.7b-0.86")
-    schedule.add_argument("--schedule", metavar="PATH", help="folder, file or Hub id of a schedule")
+    add(
+        "--preset",
+        dest="schedules",
+        action="append",
+        type=lambda text: ("preset", text),
+        metavar="NAME",
+        help="published schedule to measure, such as qwen3-1.7b-0.86; repeatable",
+    )
+    add(
+        "--schedule",
+        dest="schedules",
+        action="append",
+        type=lambda text: ("pretrained", text),
+        metavar="PATH",
+        help="folder, file or Hub id of a schedule to measure, which gets the folder's name; repeatable",
+    )
     add(
         "--output",
         type=Path,
         default=Path("bench"),
         help="folder for bench.json, bench.png and the engines' logs (bench)",
+    )
+    add(
+        "--prepare",
+        action="store_true",
+        help="only start and stop every engine, all at once and each with a small KV cache, so that the same command "
+        "without this option finds everything compiled",
     )
 
     what = bench.add_argument_group("what to measure")
@@ -65,16 +84,16 @@ def _add_bench(commands) -> None:
     add("--context", type=_contexts, metavar="C[,C...]", help="cached tokens, each measured with --batch sequences")
     add("--profile", choices=["rollout"], help="time a whole rollout, with --batch sequences or as many as fit")
     add("--max-length", type=_positive, default=32_768, metavar="TOKENS", help="length of that rollout (%(default)s)")
-    add("--points", type=_positive, default=17, metavar="N", help="contexts at which it is timed (%(default)s)")
+    add("--points", type=_positive, default=12, metavar="N", help="contexts at which it is timed (%(default)s)")
     add("--variant", choices=["dense", "sparse", "both"], default="both", help="which to run (%(default)s)")
-    add("--steps", type=_positive, default=24, metavar="N", help="decode steps in a timed block (%(default)s)")
+    add("--steps", type=_positive, default=16, metavar="N", help="decode steps in a timed block (%(default)s)")
     add("--blocks", type=_positive, default=3, metavar="N", help="timed blocks of a workload (%(default)s)")
-    add("--warmup", type=_positive, default=8, metavar="N", help="decode steps before them (%(default)s)")
-    add("--breakdown", action="store_true", help="measure the time of each kernel as well (GPU)")
+    add("--warmup", type=_positive, default=16, metavar="N", help="decode steps before them (%(default)s)")
+    add("--breakdown", action="store_true", help="time each kernel at the workloads as well (GPU)")
 
     engine = bench.add_argument_group("engine")
     add = engine.add_argument
-    add("--model-runner", choices=["v1", "v2"], default="v1", help="vLLM's model runner (%(default)s, as in training)")
+    add("--model-runner", choices=["v1", "v2"], help="vLLM's model runner; by default vLLM chooses")
     add("--load-format", default="dummy", help="dummy weights, or auto for the model's (%(default)s)")
     add(
         "--dtype",
@@ -91,13 +110,12 @@ def _add_bench(commands) -> None:
 
 
 def _run_bench(args: argparse.Namespace) -> None:
-    from .schedule import SparsityScheduleConfig
     from .versions import check_version
 
     check_version("vllm")
     from rich.console import Console
 
-    from .bench import PICTURE_NAME, RESULT_NAME, VARIANTS, BenchOptions, run_bench
+    from .bench import PICTURE_NAME, RESULT_NAME, BenchOptions, prepare_bench, run_bench
     from .bench_report import print_tables
 
     rollout = args.profile == "rollout"
@@ -106,42 +124,56 @@ def _run_bench(args: argparse.Namespace) -> None:
     if args.batch is not None and not args.context and not rollout:
         raise ValueError("--batch needs --context or --profile rollout.")
     contexts, auto = args.context or [], args.batch == "auto"
-    if args.preset:
-        schedule = SparsityScheduleConfig.from_preset(args.preset)
-    else:
-        schedule = SparsityScheduleConfig.from_pretrained(args.schedule)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    result = run_bench(
-        BenchOptions(
-            model=args.model,
-            schedule=schedule,
-            workloads=[*(args.workload or []), *([] if auto else [(args.batch, context) for context in contexts])],
-            auto_contexts=contexts if auto else [],
-            rollout_length=args.max_length if rollout else None,
-            rollout_batch=None if auto else args.batch,
-            rollout_points=args.points,
-            variants=VARIANTS if args.variant == "both" else (args.variant,),
-            steps=args.steps,
-            blocks=args.blocks,
-            warmup=args.warmup,
-            breakdown=args.breakdown,
-            prefill=args.prefill,
-            model_runner=args.model_runner,
-            load_format=args.load_format,
-            dtype=args.dtype,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if args.kv_cache_memory is None else int(args.kv_cache_memory * 2**30),
-            block_size=args.block_size,
-            max_model_len=args.max_model_len,
-            enforce_eager=args.enforce_eager,
-        ),
-        args.output,
-        console.print,
+    options = BenchOptions(
+        model=args.model,
+        schedules=_load_schedules(args.schedules or []),
+        workloads=[*(args.workload or []), *([] if auto else [(args.batch, context) for context in contexts])],
+        auto_contexts=contexts if auto else [],
+        rollout_length=args.max_length if rollout else None,
+        rollout_batch=None if auto else args.batch,
+        rollout_points=args.points,
+        variant=args.variant,
+        steps=args.steps,
+        blocks=args.blocks,
+        warmup=args.warmup,
+        breakdown=args.breakdown,
+        prefill=args.prefill,
+        model_runner=args.model_runner,
+        load_format=args.load_format,
+        dtype=args.dtype,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_memory_bytes=None if args.kv_cache_memory is None else int(args.kv_cache_memory * 2**30),
+        block_size=args.block_size,
+        max_model_len=args.max_model_len,
+        enforce_eager=args.enforce_eager,
     )
-    print_tables(result, console)
+    if args.prepare:
+        prepare_bench(options, args.output, console.print)
+        return
+    print_tables(run_bench(options, args.output, console.print), console)
     console.print(f"Wrote {args.output / RESULT_NAME} and {args.output / PICTURE_NAME}.")
+
+
+def _load_schedules(arguments: list[tuple[str, str]]) -> dict:
+    """The schedules of `--preset` and `--schedule`, by the names of their variants."""
+    from .bench_report import DENSE
+    from .schedule import SparsityScheduleConfig
+
+    schedules = {}
+    for kind, text in arguments:
+        if kind == "preset":
+            name, schedule = text, SparsityScheduleConfig.from_preset(text)
+        else:
+            path = Path(text).resolve()
+            name = path.parent.name if path.suffix == ".json" else path.name
+            schedule = SparsityScheduleConfig.from_pretrained(text)
+        if name in schedules or name == DENSE:
+            raise ValueError(f"Each schedule needs a name of its own, got a second {name!r}. Rename its folder.")
+        schedules[name] = schedule
+    return schedules
 
 
 def _workload(text: str) -> tuple[int, int]:

@@ -15,11 +15,21 @@ from rich.console import Console
 from tiny_models import tiny_config, tiny_model
 
 from sparrow_trl import SparsityScheduleConfig, preset_names
-from sparrow_trl.bench import VARIANTS, BenchError, BenchOptions, _run_variant, run_bench, summarize
+from sparrow_trl.bench import (
+    BenchError,
+    BenchOptions,
+    BenchPlan,
+    _run_variant,
+    plan_bench,
+    prepare_job,
+    run_bench,
+    summarize,
+)
 from sparrow_trl.bench_checks import VerificationError, check_full_step, check_kept_fraction, check_logprobs
 from sparrow_trl.bench_plan import (
     FIRST_CONTEXT,
     MODEL_SHAPES,
+    cache_bytes_per_token,
     engine_arguments,
     integrate_rollout,
     largest_batch,
@@ -28,13 +38,30 @@ from sparrow_trl.bench_plan import (
     rollout_contexts,
     shape_config,
 )
-from sparrow_trl.bench_report import draw, group_kernels, kernel_group, print_tables
+from sparrow_trl.bench_report import (
+    compare_attention,
+    draw,
+    group_kernels,
+    kernel_group,
+    markdown_tables,
+    print_tables,
+    tables,
+)
 from sparrow_trl.bench_traffic import ModelShape, StepTraffic, kept_fraction, num_kept_pages, step_traffic
 
 
 # 3 layers with 2 kv heads of 4 dimensions in 2 bytes: 32 bytes a token and layer, 16 bytes a landmark.
 SHAPE = ModelShape(num_layers=3, kv_heads=2, head_dim=4, weight_bytes=1000, total_weight_bytes=1200, element_bytes=2)
 SCHEDULE = SparsityScheduleConfig(top_k_pages=[1, 2, 3, 4], bin_tokens=64, dense_layers=[0])
+# Every layer sparse, with twice the landmarks of half the size.
+FP8_SCHEDULE = SparsityScheduleConfig(
+    top_k_pages=[2],
+    bin_tokens=64,
+    page_score="group_softmax",
+    landmarks_per_page=2,
+    landmark_dtype="fp8_e4m3",
+    dense_layers=[],
+)
 
 Counters = namedtuple("Counters", ["kept_fraction", "sparse_tokens"])
 
@@ -83,10 +110,7 @@ def test_traffic_of_a_schedule():
     assert traffic.dense_kv == 2 * 170 * 32
     assert traffic.sparse_kv == 2 * 2 * (170 - 5 * 16) * 32
     assert traffic.landmarks == 2 * 2 * 8 * 16
-    fp8 = dataclasses.replace(
-        SCHEDULE, page_score="group_softmax", landmarks_per_page=2, landmark_dtype="fp8_e4m3", dense_layers=[]
-    )
-    assert step_traffic(SHAPE, 1, [170], fp8).landmarks == 3 * 8 * 2 * 8
+    assert step_traffic(SHAPE, 1, [170], FP8_SCHEDULE).landmarks == 3 * 8 * 2 * 8
 
 
 def test_a_row_that_keeps_all_pages_reads_no_landmarks():
@@ -128,38 +152,45 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert largest_batch(SHAPE, 100, 100 * 96 * 7) == 7
     assert largest_batch(SHAPE, 100, 100 * 96 * 7 - 1) == 6
     # A landmark of 48 bytes in 16 tokens adds 3 bytes to a token's 96.
-    assert largest_batch(SHAPE, 100, 100 * 99 * 7, SCHEDULE) == 7
-    assert largest_batch(SHAPE, 100, 100 * 99 * 7 - 1, SCHEDULE) == 6
+    assert largest_batch(SHAPE, 100, 100 * 99 * 7, [SCHEDULE]) == 7
+    assert largest_batch(SHAPE, 100, 100 * 99 * 7 - 1, [SCHEDULE]) == 6
+    four = dataclasses.replace(SCHEDULE, page_score="group_softmax", landmarks_per_page=4)
+    assert cache_bytes_per_token(SHAPE) == 96
+    assert cache_bytes_per_token(SHAPE, [SCHEDULE, four, FP8_SCHEDULE]) == 96 + 4 * 3
     with pytest.raises(ValueError, match="Not one sequence of 100 tokens"):
         largest_batch(SHAPE, 100, 5)
 
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.endswith("0.86")])
-def test_lines_between_the_contexts_follow_the_schedule(preset):
-    schedule = SparsityScheduleConfig.from_preset(preset)
+@pytest.mark.parametrize("others", [[], [dataclasses.replace(FP8_SCHEDULE, top_k_pages=[93])]], ids=["alone", "two"])
+def test_lines_between_the_contexts_follow_the_schedules(preset, others):
+    schedules = [SparsityScheduleConfig.from_preset(preset), *others]
     shape = ModelShape.from_config(shape_config(preset.removesuffix("-0.86")))
-    window, end = 82, 32_768
-    contexts = rollout_contexts(shape, schedule, end, window, 17)
-    assert contexts == sorted(set(contexts)) and len(contexts) == 17
+    options = BenchOptions(model="", schedules={})
+    window = num_new_tokens(options.steps * options.blocks, options.warmup, 1)
+    end, points = 32_768, options.rollout_points
+    contexts = rollout_contexts(shape, schedules, end, window, points)
+    assert contexts == sorted(set(contexts)) and len(contexts) == points
     assert contexts[0] == FIRST_CONTEXT and contexts[-1] == end - window
-    for context in contexts[:-1]:
-        assert schedule.top_k(context + 1) == schedule.top_k(context + window)
-
-    def reads(length):
-        return step_traffic(shape, 1, [length], schedule).kv
-
     middle = [context + window // 2 for context in contexts]
-    exact = 16 * sum(reads(length) for length in range(8, end, 16))
-    assert integrate_rollout(middle, [reads(length) for length in middle], end) == pytest.approx(exact, rel=5e-3)
+    for schedule in schedules:
+        for context in contexts[:-1]:
+            assert schedule.top_k(context + 1) == schedule.top_k(context + window)
+
+        def reads(length, schedule=schedule):
+            return step_traffic(shape, 1, [length], schedule).kv
+
+        exact = 16 * sum(reads(length) for length in range(8, end, 16))
+        assert integrate_rollout(middle, [reads(length) for length in middle], end) == pytest.approx(exact, rel=1e-2)
 
 
 def test_contexts_of_a_dense_schedule_spread_out():
-    contexts = rollout_contexts(SHAPE, SparsityScheduleConfig.dense(), 4096, 10, 5)
+    contexts = rollout_contexts(SHAPE, [SparsityScheduleConfig.dense()], 4096, 10, 5)
     assert np.diff(contexts) == pytest.approx(np.mean(np.diff(contexts)), abs=16)
     with pytest.raises(ValueError, match="at least 2 points"):
-        rollout_contexts(SHAPE, SCHEDULE, 4096, 10, 1)
+        rollout_contexts(SHAPE, [SCHEDULE], 4096, 10, 1)
     with pytest.raises(ValueError, match="length above 266"):
-        rollout_contexts(SHAPE, SCHEDULE, 266, 10, 5)
+        rollout_contexts(SHAPE, [SCHEDULE], 266, 10, 5)
 
 
 def test_integration():
@@ -174,8 +205,74 @@ def test_engine_arguments():
     assert arguments["max_num_seqs"] == 64 and arguments["max_model_len"] == 109
     assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [4, 64]}
     assert "block_size" not in arguments and "enforce_eager" not in arguments
+    assert arguments["kernel_config"] == {"enable_jit_warmup": False}
     assert engine_arguments("m", [(4, 100)], 9, device_is_cpu=True)["enforce_eager"]
     assert num_new_tokens(num_steps=10, warmup=2, prefill_steps=1) == 14
+
+
+@pytest.fixture
+def plan(tiny_qwen3):
+    """Dense attention and two schedules, at workloads and along a rollout with a batch of its own."""
+    options = BenchOptions(
+        model=tiny_qwen3,
+        schedules={"mine": SCHEDULE, "fp8": FP8_SCHEDULE},
+        workloads=[(4, 170)],
+        rollout_length=1000,
+        rollout_batch=2,
+        rollout_points=3,
+        steps=2,
+        blocks=2,
+        warmup=1,
+        kv_cache_memory_bytes=2**26,
+    )
+    return plan_bench(options)
+
+
+def test_one_engine_of_each_variant_serves_workloads_and_rollout(plan):
+    assert list(plan.jobs) == ["dense", "mine", "fp8"]
+    assert [job["schedule"] and job["schedule"]["page_score"] for job in plan.jobs.values()] == [
+        None,
+        "mean_query",
+        "group_softmax",
+    ]
+    assert plan.workloads == [(4, 170)] and [batch for batch, _ in plan.rollout_workloads] == [2, 2, 2]
+    for job in plan.jobs.values():
+        assert job["workloads"] == plan.workloads + plan.rollout_workloads
+        assert job["engine"] == plan.jobs["dense"]["engine"]
+    assert plan.jobs["mine"]["engine"]["max_num_seqs"] == 4
+
+
+def test_preparing_compiles_what_the_measured_engines_look_for(plan):
+    from vllm.engine.arg_utils import EngineArgs
+
+    job = plan.jobs["fp8"]
+    # As on a GPU, where the share of its memory is part of the arguments.
+    job["engine"] |= {"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": 2**30}
+    prepared = prepare_job(job, plan)
+    assert prepared["workloads"] == prepared["breakdown"] == []
+    assert prepared["engine"]["gpu_memory_utilization"] == pytest.approx(0.3)
+    sequence = cache_bytes_per_token(plan.shape, [FP8_SCHEDULE]) * job["engine"]["max_model_len"]
+    assert sequence < prepared["engine"]["kv_cache_memory_bytes"] < job["engine"]["kv_cache_memory_bytes"]
+
+    def cache_key(engine):
+        return EngineArgs(**engine).create_engine_config().compute_hash()
+
+    assert cache_key(prepared["engine"]) == cache_key(job["engine"])
+    assert cache_key({**job["engine"], "max_num_seqs": 5}) != cache_key(job["engine"])
+
+
+def test_a_model_shape_keeps_its_path(monkeypatch, tmp_path):
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path), raising=False)
+    plans = [
+        plan_bench(BenchOptions(model="qwen3-1.7b", schedules={"mine": SCHEDULE}, workloads=[(1, length)]))
+        for length in (64, 128)
+    ]
+    paths = {plan.jobs["dense"]["engine"]["model"] for plan in plans}
+    assert paths == {str(tmp_path / "sparrow_trl" / "qwen3-1.7b")}
+    config = json.loads((tmp_path / "sparrow_trl" / "qwen3-1.7b" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["model_type"] == "qwen3"
 
 
 # What is refused
@@ -217,19 +314,23 @@ def test_a_step_without_some_request_is_refused():
         ({"load_format": "auto"}, "a shape without weights"),
         ({"dtype": "int8"}, "dtype must be"),
         ({"workloads": []}, "nothing to measure"),
+        ({"schedules": {}}, "no schedule"),
     ],
 )
-def test_options_that_cannot_be_measured_are_refused(tmp_path, changes, message):
-    options = BenchOptions(**{"model": "qwen3-1.7b", "schedule": SCHEDULE, "workloads": [(1, 64)], **changes})
+def test_options_that_cannot_be_measured_are_refused(monkeypatch, tmp_path, changes, message):
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path / "cache"), raising=False)
+    options = {"model": "qwen3-1.7b", "schedules": {"mine": SCHEDULE}, "workloads": [(1, 64)], **changes}
     with pytest.raises(ValueError, match=message):
-        run_bench(options, tmp_path, print)
+        run_bench(BenchOptions(**options), tmp_path / "out", print)
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_worker_is_quoted_and_leaves_no_result(tmp_path):
-    with pytest.raises(BenchError, match="(?s)sparse variant failed with exit status 1.*KeyError: 'model_runner'"):
-        _run_variant({"variant": "sparse"}, tmp_path, tmp_path, print)
-    assert not (tmp_path / "sparse.json").exists()
-    assert "KeyError" in (tmp_path / "sparse.log").read_text()
+def test_a_failed_worker_is_quoted(tmp_path):
+    with pytest.raises(BenchError, match="(?s)mine variant failed with exit status 1.*KeyError: 'model_runner'"):
+        _run_variant("mine", {}, tmp_path, print)
+    assert "KeyError" in (tmp_path / "mine.log").read_text()
 
 
 # What is reported
@@ -244,7 +345,7 @@ def test_a_failed_worker_is_quoted_and_leaves_no_result(tmp_path):
         ("_attend_kernel", "attention"),
         ("_merge_kernel", "merge"),
         ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...", "dense attention"),
-        ("void flash::FlashAttnFwdCombine<cute::tuple<...", "dense attention"),
+        ("void flash::FlashAttnFwdCombine<cute::tuple<...", "merge"),
         ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, ...", "cache write"),
         ("nvjet_tst_64x32_64x16_4x1_v_bz_TNT", "matmul"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_...", "matmul"),
@@ -256,124 +357,227 @@ def test_kernels_are_grouped_by_name(name, group):
     assert kernel_group(name) == group
 
 
+KERNELS = {
+    "_attend_kernel": {"microseconds": 60.0, "calls": 2.0},
+    "_merge_kernel": {"microseconds": 10.0, "calls": 2.0},
+    "_score_pages_kernel": {"microseconds": 20.0, "calls": 2.0},
+    "_select_pages_kernel": {"microseconds": 10.0, "calls": 2.0},
+    "nvjet_a": {"microseconds": 30.0, "calls": 1.0},
+    "nvjet_b": {"microseconds": 10.0, "calls": 1.0},
+}
+DENSE_KERNELS = {"FlashAttnFwdSm90": {"microseconds": 50.0, "calls": 2.0}}
+
+
 def test_breakdown():
-    kernels = {
-        "_attend_kernel": {"microseconds": 60.0, "calls": 2.0},
-        "_merge_kernel": {"microseconds": 10.0, "calls": 2.0},
-        "_score_pages_kernel": {"microseconds": 20.0, "calls": 2.0},
-        "_select_pages_kernel": {"microseconds": 10.0, "calls": 2.0},
-        "nvjet_a": {"microseconds": 30.0, "calls": 1.0},
-        "nvjet_b": {"microseconds": 10.0, "calls": 1.0},
-    }
-    breakdown = group_kernels(kernels, 150e-6, StepTraffic(dense_kv=3e6, sparse_kv=4e6, landmarks=9e9, weights=9e9))
-    assert breakdown["groups"]["matmul"] == {"microseconds": 40.0, "calls": 2.0, "microseconds_per_call": 20.0}
+    traffic = StepTraffic(dense_kv=3e6, sparse_kv=4e6, landmarks=9e9, weights=9e9)
+    breakdown = group_kernels(KERNELS, 150e-6, traffic, num_layers=2)
+    assert breakdown["groups"]["matmul"] == {"microseconds": 40.0, "calls": 2.0, "microseconds_per_layer": 20.0}
     assert breakdown["idle_microseconds"] == pytest.approx(10)
-    assert breakdown["kv_bandwidth_over_attention"] == pytest.approx(7e10)
-    assert breakdown["kv_bandwidth_of_attention_kernels"] == pytest.approx(1e11)
-    assert breakdown["selection_share"] == pytest.approx(0.3)
-    dense = {"FlashAttnFwd": {"microseconds": 50.0, "calls": 2.0}}
-    assert group_kernels(dense, 1e-4, StepTraffic(5e6, 0, 0, 0))["kv_bandwidth_of_attention_kernels"] == 1e11
+    assert breakdown["kv_bandwidth"] == pytest.approx({"attention": 7e6 / 60e-6, "merge": 1e11, "selection": 7e10})
+    # 4 of the 7 bytes, so 40 of the 70 us of reading, are those of sparse layers.
+    assert breakdown["selection_share"] == pytest.approx(30 / (30 + 40))
+    dense = group_kernels(DENSE_KERNELS, 1e-4, StepTraffic(5e6, 0, 0, 0), num_layers=2)
+    assert dense["kv_bandwidth"] == {"attention": 1e11, "merge": 1e11, "selection": 1e11}
+    assert dense["selection_share"] is None
+    variants = {"dense": {"breakdown": dense}, "mine": {"breakdown": breakdown}, "other": {}}
+    compare_attention(variants)
+    assert breakdown["kv_bandwidth_ratio"] == pytest.approx({"attention": 7 / 6, "merge": 1, "selection": 0.7})
+    assert "kv_bandwidth_ratio" not in dense and variants["other"] == {}
 
 
 def measured(seconds, kernels=None):
-    """What a worker returns for two workloads of a rollout and one of 4 x 170."""
+    """What a worker returns for a workload of 4 x 170, whose kernels it may have timed, and two of a rollout."""
     workloads = [
         {"batch": batch, "context": context, "lengths": [context + 1, context + 3], "step_seconds": times}
         for (batch, context), times in zip([(4, 170), (2, 256), (2, 1000)], seconds, strict=True)
     ]
-    for workload in workloads if kernels else []:
-        workload["kernels"] = kernels
+    if kernels:
+        workloads[0]["profile"] = {"lengths": [171, 172], "kernels": kernels}
     return {
         "copy_bandwidth": 1e6,
         "device": "a device",
+        "model_runner": "v2",
         "versions": {"torch": "2", "triton": None},
         "workloads": workloads,
     }
 
 
-@pytest.fixture
-def result():
-    raw = {
-        "dense": measured([[0.04, 0.05, 0.06], [0.1], [0.3]], {"flash": {"microseconds": 2e4, "calls": 3}}),
-        "sparse": measured([[0.02, 0.02, 0.03], [0.1], [0.1]], {"_attend_kernel": {"microseconds": 1e4, "calls": 3}}),
+PLAN = BenchPlan(
+    shape=SHAPE,
+    schedules={"mine": SCHEDULE, "fp8": FP8_SCHEDULE},
+    workloads=[(4, 170)],
+    rollout_workloads=[(2, 256), (2, 1000)],
+    rollout_length=1000,
+)
+
+
+def make_record(variants, complete=True):
+    return {
+        "complete": complete,
+        "model": "a model",
+        "command": "sparrow-trl bench",
+        **summarize(variants, PLAN),
+        "variants": variants,
     }
-    summary = summarize(raw, SHAPE, SCHEDULE, [(2, 256), (2, 1000)], 1000)
-    return {"model": "a model", **summary, "variants": raw}
 
 
-def test_summary(result):
-    first = result["workloads"][0]
-    dense, sparse = first["dense"], first["sparse"]
+@pytest.fixture
+def variants():
+    return {
+        "dense": measured([[0.04, 0.05, 0.06], [0.1], [0.3]], DENSE_KERNELS),
+        "mine": measured([[0.02, 0.02, 0.03], [0.1], [0.1]], KERNELS),
+        "fp8": measured([[0.025], [0.05], [0.1]], KERNELS),
+    }
+
+
+def test_summary(variants):
+    record = make_record(variants)
+    (workload,) = record["workloads"]
+    dense, mine, fp8 = (workload["variants"][name] for name in ("dense", "mine", "fp8"))
     assert dense["step_seconds"] == 0.05 and dense["step_seconds_spread"] == pytest.approx(0.02)
     assert dense["tokens_per_second"] == pytest.approx(80)
     assert dense["bytes"]["kv"] == 4 * 172 * 96 and dense["bytes"]["total"] == 4 * 172 * 96 + 1000
     assert dense["kv_bandwidth_over_step"] == pytest.approx(4 * 172 * 96 / 0.05)
     assert dense["roofline_seconds"] == pytest.approx((4 * 172 * 96 + 1000) / 1e6)
     assert dense["roofline_ratio"] == pytest.approx(0.05 / dense["roofline_seconds"])
-    assert sparse["bytes"]["kv"] < dense["bytes"]["kv"] and sparse["bytes"]["landmarks"] > 0
-    assert first["speedup"] == pytest.approx(2.5)
-    rollout = result["rollout"]
+    assert mine["bytes"]["kv"] < dense["bytes"]["kv"] and mine["bytes"]["landmarks"] > 0
+    assert fp8["bytes"]["dense_kv"] == 0
+    assert "speedup" not in dense
+    assert mine["speedup"] == pytest.approx(2.5) and fp8["speedup"] == pytest.approx(2)
+    # Kernels are held against the bytes of the steps in which they were timed.
+    assert dense["breakdown"]["kv_bandwidth"]["attention"] == pytest.approx(4 * 171.5 * 96 / 50e-6)
+    rollout = record["rollout"]
+    assert [point["context"] for point in rollout["points"]] == [256, 1000]
     # 0.1 up to 258 cached tokens, linear to 0.3 at 1002, which is past the end.
     exact = 258 * 0.1 + sum(0.1 + 0.2 * (length - 258) / 744 for length in range(259, 1001))
-    assert rollout["dense"]["seconds"] == pytest.approx(exact)
-    assert rollout["sparse"]["seconds"] == pytest.approx(100)
-    assert rollout["speedup"] == pytest.approx(exact / 100)
+    assert rollout["variants"]["dense"] == {"seconds": pytest.approx(exact)}
+    assert rollout["variants"]["mine"] == {"seconds": pytest.approx(100), "speedup": pytest.approx(exact / 100)}
+    assert rollout["points"][1]["variants"]["fp8"]["speedup"] == pytest.approx(3)
 
 
-def test_one_variant_alone_has_no_speedup(result):
-    raw = {"sparse": result["variants"]["sparse"]}
-    summary = summarize(raw, SHAPE, SCHEDULE, [(2, 256), (2, 1000)], 1000)
-    assert "speedup" not in summary["workloads"][0] and "speedup" not in summary["rollout"]
+def test_one_variant_alone_has_no_speedup(variants):
+    summary = summarize({"mine": variants["mine"]}, PLAN)
+    assert "speedup" not in summary["workloads"][0]["variants"]["mine"]
+    assert list(summary["rollout"]["variants"]["mine"]) == ["seconds"]
 
 
-@pytest.mark.parametrize("kept", [("dense", "sparse"), ("sparse",)])
-def test_tables_and_picture(result, tmp_path, kept):
+def cut_off(variants):
+    """What there is when the second variant was stopped within the rollout."""
+    del variants["fp8"]
+    variants["mine"]["workloads"].pop()
+    return variants
+
+
+@pytest.mark.parametrize("kept", ["all", "mine", "cut off"])
+def test_tables_and_picture(variants, tmp_path, kept):
     from matplotlib import image
 
-    result = {
-        **result,
-        **summarize({v: result["variants"][v] for v in kept}, SHAPE, SCHEDULE, [(2, 256), (2, 1000)], 1000),
-        "variants": {v: result["variants"][v] for v in kept},
-    }
-    console = Console(file=io.StringIO(), width=140)
-    print_tables(result, console)
+    if kept == "mine":
+        variants = {"mine": variants["mine"]}
+    record = make_record(cut_off(variants) if kept == "cut off" else variants, complete=kept != "cut off")
+    console = Console(file=io.StringIO(), width=200)
+    print_tables(record, console)
     text = console.file.getvalue()
     assert "4 x 170" in text and "20.00" in text and "Rollout of 2 x 1000" in text and "attention" in text
-    assert ("2.50x" in text) == (len(kept) == 2)
-    draw(result, tmp_path / "bench.png")
+    assert ("2.50x" in text) == (kept != "mine")
+    assert ("INCOMPLETE" in text) == (kept == "cut off")
+    draw(record, tmp_path / "bench.png")
     assert [path.name for path in tmp_path.iterdir()] == ["bench.png"]
     pixels = image.imread(tmp_path / "bench.png")
     assert pixels.shape[1] > pixels.shape[0] > 300 and pixels[..., :3].std() > 0.05
 
 
-# Both variants, through the command line
+def test_tables_in_markdown(variants):
+    record = make_record(variants)
+    steps, kernels, attention, rollout, points = tables(record)
+    assert [row[1] for row in steps.rows] == ["dense", "mine", "fp8"]
+    assert [row[-1] for row in steps.rows] == ["", "2.50x", "2.00x"]
+    # 60 us of attention in 3 layers, beside 50 us of dense attention.
+    assert ["attention", "", "", "60", "20.0", "60", "20.0"] in kernels.rows
+    assert ["dense attention", "50", "16.7", "", "", "", ""] in kernels.rows
+    assert attention.rows[0][3] == "" and attention.rows[1][3].endswith("%")
+    assert [row[-1] for row in rollout.rows] == ["", "1.74x", "2.54x"]
+    assert points.rows[1] == ["1000", "300.00", "100.00", "3.00x", "100.00", "3.00x"]
+    for table in (steps, kernels, attention, rollout, points):
+        assert all(len(row) == len(table.columns) for row in table.rows)
+
+    text = markdown_tables(record)
+    assert text.startswith("```bash\nsparrow-trl bench\n```\n\na model on a device (torch 2; model runner v2)")
+    assert "\n\n**Decode steps**\n\n| batch x context | variant | ms a step |" in text
+    assert "| 4 x 170 | mine | 20.00 | 10.00 | 200 |" in text
+    grids = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(grids) == 5
+    for grid in grids:
+        assert len({line.count("|") for line in grid}) == 1 and set(grid[1]) == set("| -:")
+
+
+def test_nothing_measured_yet_is_a_record_too():
+    record = make_record({}, complete=False)
+    assert record["workloads"] == [] and record["rollout"]["variants"] == {}
+    assert "nothing was measured yet" in markdown_tables(record)
+
+
+# All variants, through the command line
+
+
+def bench_command(tiny_qwen3, tmp_path):
+    SCHEDULE.save_pretrained(tmp_path / "mine")
+    command = [sys.executable, "-m", "sparrow_trl", "bench", "--model", tiny_qwen3, "--load-format", "auto"]
+    command += ["--schedule", str(tmp_path / "mine"), "--output", str(tmp_path / "out"), "--dtype", "float32"]
+    command += ["--workload", "4x64", "--batch", "3", "--context", "200", "--steps", "3", "--blocks", "2"]
+    return [*command, "--warmup", "1", "--block-size", "32", "--kv-cache-memory", "0.0625"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model is for vLLM's CPU build")
-def test_both_variants_on_the_cpu(tiny_qwen3, tmp_path):
-    SCHEDULE.save_pretrained(tmp_path / "schedule")
-    command = [sys.executable, "-m", "sparrow_trl", "bench", "--model", tiny_qwen3, "--load-format", "auto"]
-    command += ["--schedule", str(tmp_path / "schedule"), "--output", str(tmp_path / "out"), "--dtype", "float32"]
-    command += ["--workload", "4x64", "--batch", "3", "--context", "200", "--steps", "3", "--blocks", "2"]
-    command += ["--warmup", "1", "--block-size", "32", "--kv-cache-memory", "0.0625"]
+def test_all_variants_on_the_cpu(tiny_qwen3, tmp_path):
+    SparsityScheduleConfig.fixed(96).save_pretrained(tmp_path / "fixed")
+    command = [*bench_command(tiny_qwen3, tmp_path), "--schedule", str(tmp_path / "fixed")]
     command += ["--profile", "rollout", "--max-length", "320", "--points", "2"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    for text in ("sparse: starting the engine", "4 x 64", "3 x 200", "Rollout of 3 x 320 tokens", "speedup"):
+    for text in ("mine: the engine has started", "dense: 4 x 64:", "fixed: 3 x 200:", "Rollout of 3 x 320 tokens"):
         assert text in run.stdout
-    names = {"bench.json", "bench.png", "dense.log", "sparse.log"}
+    names = {"bench.json", "bench.png", "dense.log", "mine.log", "fixed.log"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    result = json.loads((tmp_path / "out" / "bench.json").read_text())
-    assert result["variants"]["dense"]["attention"] == ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"]
-    assert result["variants"]["sparse"]["attention"] == ["sparrow_trl.vllm_backend.SparseCPUAttentionImpl"]
-    assert [(w["batch"], w["context"]) for w in result["workloads"][:2]] == [(4, 64), (3, 200)]
-    for workload in result["workloads"]:
-        assert workload["speedup"] > 0
-        assert workload["sparse"]["bytes"]["kv"] <= workload["dense"]["bytes"]["kv"]
-    for variant in VARIANTS:
-        for raw in result["variants"][variant]["workloads"]:
-            assert len(raw["step_seconds"]) == 2
-            assert raw["verified"]["logprobs"] == 4 * raw["batch"]
-    fractions = [raw["verified"]["kept_fraction"] for raw in result["variants"]["sparse"]["workloads"]]
+    record = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert record["complete"]
+    raw = record["variants"]
+    assert raw["dense"]["attention"] == ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"]
+    assert raw["mine"]["attention"] == raw["fixed"]["attention"] == ["sparrow_trl.vllm_backend.SparseCPUAttentionImpl"]
+    assert len({result["model_runner"] for result in raw.values()} & {"v1", "v2"}) == 1
+    assert [(w["batch"], w["context"]) for w in record["workloads"]] == [(4, 64), (3, 200)]
+    for workload in [*record["workloads"], *record["rollout"]["points"]]:
+        dense, mine, fixed = (workload["variants"][name] for name in ("dense", "mine", "fixed"))
+        assert mine["speedup"] > 0 and fixed["speedup"] > 0
+        assert mine["bytes"]["kv"] <= dense["bytes"]["kv"]
+    for result in raw.values():
+        for workload in result["workloads"]:
+            assert len(workload["step_seconds"]) == 2
+            assert workload["verified"]["logprobs"] == 4 * workload["batch"]
+    fractions = [workload["verified"]["kept_fraction"] for workload in raw["mine"]["workloads"]]
     assert fractions[1] == pytest.approx(kept_fraction(SCHEDULE, 4, range(201, 204))) and fractions[1] < 1
-    assert result["rollout"]["batch"] == 3 and result["rollout"]["speedup"] > 0
+    assert record["rollout"]["batch"] == 3 and record["rollout"]["variants"]["fixed"]["speedup"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model is for vLLM's CPU build")
+def test_preparing_starts_all_engines_and_measures_nothing(tiny_qwen3, tmp_path):
+    run = subprocess.run([*bench_command(tiny_qwen3, tmp_path), "--prepare"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for variant in ("dense", "mine"):
+        assert f"{variant}: the engine has started" in run.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"dense.log", "mine.log"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model is for vLLM's CPU build")
+def test_what_was_measured_before_a_failure_is_kept(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparrow_trl.bench.plan_bench", lambda options: plan)
+    plan.jobs = {"dense": plan.jobs["dense"]}
+    # Longer than the engine's longest sequence, which is found out when the second workload starts.
+    plan.jobs["dense"]["workloads"] = [[4, 170], [2, 3000]]
+    lines = []
+    with pytest.raises(BenchError, match="(?s)dense variant failed.*3000"):
+        run_bench(BenchOptions(model="tiny", schedules=plan.schedules), tmp_path, lines.append)
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert not record["complete"]
+    assert record["workloads"][0]["variants"]["dense"]["step_seconds"] > 0
+    assert "INCOMPLETE" in markdown_tables(record) and any("dense: 4 x 170:" in line for line in lines)

@@ -49,7 +49,6 @@ def test_without_vllm_it_says_what_to_install(monkeypatch, capsys):
         (["--context", "16,a"], "must be a positive integer"),
         (["--steps", "0"], "must be a positive integer"),
         (["--variant", "all"], "invalid choice"),
-        (["--schedule", "folder"], "not allowed with argument --preset"),
     ],
 )
 def test_wrong_arguments_are_usage_errors(arguments, message, capsys):
@@ -64,6 +63,7 @@ def test_wrong_arguments_are_usage_errors(arguments, message, capsys):
     [
         (["--context", "64"], "--context needs --batch"),
         (["--batch", "4"], "--batch needs --context"),
+        (["--workload", "1x64", "--preset", "qwen3-1.7b-0.86"], "a second 'qwen3-1.7b-0.86'"),
     ],
 )
 def test_arguments_that_lack_others_are_refused(arguments, message, capsys):
