@@ -199,7 +199,13 @@ def parse_workload(text: str) -> tuple[int, int]:
 
 
 def engine_arguments(
-    model: str, workloads: list[tuple[int, int]], tokens: int, *, device_is_cpu: bool, **options: Any
+    model: str,
+    workloads: list[tuple[int, int]],
+    tokens: int,
+    *,
+    device_is_cpu: bool,
+    compile: bool = True,
+    **options: Any,
 ) -> dict[str, Any]:
     """
     Keyword arguments of [`vllm.LLM`] that all variants share.
@@ -209,6 +215,7 @@ def engine_arguments(
         workloads (`list[tuple[int, int]]`): Batch and context of each workload.
         tokens (`int`): Tokens that each request generates at most.
         device_is_cpu (`bool`): Whether the engine runs on the CPU, which has no graphs.
+        compile (`bool`, *optional*, defaults to `True`): Whether `torch.compile` compiles the model.
         **options: Further arguments; those that are `None` are left to vLLM.
     """
     batches = sorted({batch for batch, _ in workloads})
@@ -227,5 +234,7 @@ def engine_arguments(
     else:
         # Graphs of these sizes alone, for a quick start.
         arguments["compilation_config"] = {"cudagraph_capture_sizes": batches}
+        if not compile:
+            arguments["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     arguments.update({name: value for name, value in options.items() if value is not None})
     return arguments

@@ -106,6 +106,7 @@ def _add_bench(commands) -> None:
     add("--block-size", type=_positive, metavar="TOKENS", help="tokens in a block of the KV cache")
     add("--max-model-len", type=_positive, metavar="TOKENS", help="longest sequence; by default what is measured")
     add("--enforce-eager", action="store_true", help="run without CUDA graphs")
+    add("--no-compile", action="store_true", help="run without torch.compile, for a quicker start")
     add("--prefill", action="store_true", help="compute the prompts instead of filling the KV cache (always on CPU)")
 
 
@@ -149,6 +150,7 @@ def _run_bench(args: argparse.Namespace) -> None:
         block_size=args.block_size,
         max_model_len=args.max_model_len,
         enforce_eager=args.enforce_eager,
+        compile=not args.no_compile,
     )
     if args.prepare:
         prepare_bench(options, args.output, console.print)

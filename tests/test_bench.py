@@ -206,6 +206,8 @@ def test_engine_arguments():
     assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [4, 64]}
     assert "block_size" not in arguments and "enforce_eager" not in arguments
     assert arguments["kernel_config"] == {"enable_jit_warmup": False}
+    without = engine_arguments("m", [(4, 100)], 9, device_is_cpu=False, compile=False)["compilation_config"]
+    assert without == {"cudagraph_capture_sizes": [4], "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     assert engine_arguments("m", [(4, 100)], 9, device_is_cpu=True)["enforce_eager"]
     assert num_new_tokens(num_steps=10, warmup=2, prefill_steps=1) == 14
 
