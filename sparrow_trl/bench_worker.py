@@ -159,10 +159,10 @@ class VariantBench:
             self._num_requests += 1
         outputs = self.engine.step()
         if self.state is not None and not self.job["prefill"]:
-            from . import vllm_backend
+            from . import vllm_cuda_backend
 
             # The fill writes keys past the layers, which would have kept the landmarks.
-            self.llm.collective_rpc(vllm_backend.rebuild_landmarks)
+            self.llm.collective_rpc(vllm_cuda_backend.rebuild_landmarks)
         return outputs
 
     def finish(self) -> None:

@@ -22,6 +22,6 @@ def register() -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, "sparrow_trl.vllm_backend.SparseFlashAttentionBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, "sparrow_trl.vllm_cuda_backend.SparseFlashAttentionBackend")
     # The CPU platform ignores the requested backend and always takes CPU_ATTN.
     register_backend(AttentionBackendEnum.CPU_ATTN, "sparrow_trl.vllm_backend.SparseCPUAttentionBackend")

@@ -467,8 +467,11 @@ def test_backends_are_registered_by_name():
     stock = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
     assert AttentionBackendEnum.CPU_ATTN.value == stock, broken("vllm", "vllm_backend", "CPU_ATTN is another class")
     vllm_plugin.register()
-    for backend, name in (("CPU_ATTN", "SparseCPUAttentionBackend"), ("CUSTOM", "SparseFlashAttentionBackend")):
-        assert AttentionBackendEnum[backend].get_path() == f"sparrow_trl.vllm_backend.{name}", broken(
+    for backend, name in (
+        ("CPU_ATTN", "vllm_backend.SparseCPUAttentionBackend"),
+        ("CUSTOM", "vllm_cuda_backend.SparseFlashAttentionBackend"),
+    ):
+        assert AttentionBackendEnum[backend].get_path() == f"sparrow_trl.{name}", broken(
             "vllm", "vllm_plugin", f"{backend} cannot be registered"
         )
 

@@ -160,7 +160,7 @@ def test_landmarks_are_those_of_the_cached_keys(generation):
 
 def reverse_selection(generation, monkeypatch):
     """From the second step on, the worst pages of what was computed until then in the place of the best."""
-    from sparrow_trl import vllm_backend
+    from sparrow_trl import vllm_cuda_backend
 
     def reverse_landmarks(worker):
         for layer in worker.vllm_config.compilation_config.static_forward_context.values():
@@ -168,14 +168,14 @@ def reverse_selection(generation, monkeypatch):
             landmarks.neg_()
 
     steps = iter(range(10**6))
-    hold = vllm_backend.DecodeBuffers.hold_dense_until
+    hold = vllm_cuda_backend.DecodeBuffers.hold_dense_until
 
     def hold_and_reverse(buffers, lengths):
         if next(steps) == 1:
             generation.llm.collective_rpc(reverse_landmarks)
         return hold(buffers, lengths)
 
-    monkeypatch.setattr(vllm_backend.DecodeBuffers, "hold_dense_until", hold_and_reverse)
+    monkeypatch.setattr(vllm_cuda_backend.DecodeBuffers, "hold_dense_until", hold_and_reverse)
 
 
 def test_a_wrong_selection_does_not_pass(generation, model, monkeypatch):
