@@ -84,12 +84,9 @@ def policy_logprobs(model, schedule, prompts, completions):
         rows.append((ids, [0] * padding[0] + [1] * (len(prompt) + len(completion)) + [0] * padding[1]))
     input_ids, attention_mask = (torch.tensor(values, device=model.device) for values in zip(*rows, strict=True))
     with torch.no_grad(), sparse_attention_context(model, schedule, prompt_width=width):
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits
-    logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-    return [
-        row[width - 1 : width - 1 + len(completion)].cpu().numpy()
-        for row, completion in zip(logprobs, completions, strict=True)
-    ]
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=longest + 1).logits[:, :-1]
+    logprobs = logits.float().log_softmax(-1).gather(-1, input_ids[:, width:, None]).squeeze(-1)
+    return [row[: len(completion)].cpu().numpy() for row, completion in zip(logprobs, completions, strict=True)]
 
 
 def loop_logprobs(model, schedule, prompt, completion):

@@ -30,12 +30,22 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def stock_completions(tiny_qwen3, prompts):
+    request = {
+        "engine": {
+            "model": tiny_qwen3,
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 2**28,
+            "block_size": 32,
+        },
+        "prompts": prompts,
+        "sampling": {"max_tokens": 80},
+    }
     script = Path(__file__).with_name("stock_rollouts.py")
-    result = subprocess.run(
-        [sys.executable, str(script), tiny_qwen3], input=json.dumps(prompts), capture_output=True, text=True
-    )
+    result = subprocess.run([sys.executable, str(script)], input=json.dumps(request), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    return [rollout["token_ids"] for rollout in json.loads(result.stdout.splitlines()[-1])]
 
 
 @pytest.fixture(scope="module")
