@@ -21,6 +21,9 @@ Qwen3-1.7B on a GPU with the paper's schedule:
         --max_completion_length 16384 --vllm_max_model_length 18432 \
         --num_generations 8 --per_device_train_batch_size 1 --gradient_accumulation_steps 64 \
         --learning_rate 1e-6 --gradient_checkpointing --output_dir outputs/qwen3-1.7b-sparse
+
+A dataset may also be a file: JSON Lines with the columns `prompt` and `solution`, or `question` and `answer` as in
+GSM8K (`--dataset_name openai/gsm8k --dataset_config main`).
 """
 
 import json
@@ -57,7 +60,8 @@ class SparseRolloutScriptArguments(ScriptArguments):
 
     Args:
         dataset_name (`str`, *optional*, defaults to `"tiny_reasoner"`):
-            Dataset with the columns `prompt` and `solution`, or `tiny_reasoner` for the tasks made here.
+            Dataset or JSON Lines file with the columns `prompt` and `solution`, or `question` and `answer` as in
+            GSM8K; `tiny_reasoner` for the tasks made here.
         num_train_tasks (`int`, *optional*, defaults to `4000`):
             Tasks to make for training the tiny reasoner.
         num_eval_tasks (`int`, *optional*, defaults to `500`):
@@ -67,7 +71,8 @@ class SparseRolloutScriptArguments(ScriptArguments):
     dataset_name: str = field(
         default="tiny_reasoner",
         metadata={
-            "help": "Dataset with the columns `prompt` and `solution`, or `tiny_reasoner` for the tasks made here."
+            "help": "Dataset or JSON Lines file with the columns `prompt` and `solution`, or `question` and `answer` "
+            "as in GSM8K; `tiny_reasoner` for the tasks made here."
         },
     )
     num_train_tasks: int = field(default=4000, metadata={"help": "Tasks to make for training the tiny reasoner."})
@@ -75,6 +80,26 @@ class SparseRolloutScriptArguments(ScriptArguments):
         default=500,
         metadata={"help": "Held-out tasks to make for measuring its accuracy before and after."},
     )
+
+
+def load_math_problems(script_args: ScriptArguments):
+    """The training split of a dataset of problems whose solutions `accuracy_reward` can check."""
+    if Path(script_args.dataset_name).is_file():
+        dataset = load_dataset("json", data_files=script_args.dataset_name, split="train")
+    else:
+        dataset = load_dataset(
+            script_args.dataset_name, script_args.dataset_config, split=script_args.dataset_train_split
+        )
+    if "question" not in dataset.column_names:
+        return dataset
+
+    def ask(row):
+        text = f"{row['question']}\nReason step by step, and put the final answer within \\boxed{{}}."
+        # GSM8K writes the number it asks for behind its solution.
+        solution = row["answer"].rpartition("####")[2].strip().replace(",", "")
+        return {"prompt": [{"role": "user", "content": text}], "solution": f"\\boxed{{{solution}}}"}
+
+    return dataset.map(ask, remove_columns=dataset.column_names)
 
 
 def greedy_rewards(trainer, tasks) -> np.ndarray:
@@ -148,9 +173,7 @@ def main(script_args, training_args, model_args):
         held_out = task.make_dataset("test", script_args.num_eval_tasks, seed=0)
         reward = task.accuracy_reward
     else:
-        train_dataset = load_dataset(
-            script_args.dataset_name, script_args.dataset_config, split=script_args.dataset_train_split
-        )
+        train_dataset = load_math_problems(script_args)
         reward = accuracy_reward
     if training_args.model_init_kwargs is None and model_args.dtype not in (None, "auto"):
         training_args.model_init_kwargs = {"dtype": model_args.dtype}
@@ -176,6 +199,7 @@ def main(script_args, training_args, model_args):
             summary = summarize(trainer, before, after, time.time() - started)
             Path(training_args.output_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             print_summary(summary, training_args.output_dir)
+    return trainer
 
 
 if __name__ == "__main__":
