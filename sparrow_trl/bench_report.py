@@ -17,8 +17,7 @@ DENSE = "dense"
 # The first pattern found in a kernel's name says what it does.
 KERNEL_GROUPS = {
     "landmark update": r"^_\w*landmark",
-    "scoring": r"^_score_",
-    "selection": r"^_(select|list)_",
+    "page selection": r"^_choose_",
     "attention": r"^_attend_",
     "merge": r"^_merge_|FlashAttnFwdCombine",
     "cache write": r"reshape_and_cache",
@@ -28,7 +27,7 @@ KERNEL_GROUPS = {
 }
 
 # Over what the bytes of keys and values are divided, as columns of a table.
-BANDWIDTHS = {"attention": "attention kernel", "merge": "and merge", "selection": "and scoring, selection"}
+BANDWIDTHS = {"attention": "attention kernel", "merge": "and merge", "selection": "and page selection"}
 
 HATCHES = (None, "//", "..", "xx", "++")
 
@@ -53,9 +52,9 @@ def group_kernels(
     Returns:
         `dict[str, Any]`: `groups` (microseconds and calls per step, microseconds per layer), `idle_microseconds` (the
         step less all kernels), `kv_bandwidth` (bytes of keys and values per second of the attention kernels, of these
-        and the merge of what they found, and of all that and scoring and selection), and `selection_share` (scoring
-        and selection in the time of sparse attention). Layers that attend densely run the same kernels, so the time of
-        reading is split between the layers by bytes.
+        and the merge of what they found, and of all that and the page selection), and `selection_share` (scoring and
+        selecting pages in the time of sparse attention). Layers that attend densely run the same kernels, so the time
+        of reading is split between the layers by bytes.
     """
     groups: dict[str, dict[str, float]] = {}
     for name, kernel in kernels.items():
@@ -70,7 +69,7 @@ def group_kernels(
         return sum(groups[name]["microseconds"] for name in names if name in groups)
 
     attention = microseconds("dense attention", "attention")
-    reading, choosing = attention + microseconds("merge"), microseconds("scoring", "selection")
+    reading, choosing = attention + microseconds("merge"), microseconds("page selection")
     times = {"attention": attention, "merge": reading, "selection": reading + choosing}
     return {
         "groups": groups,

@@ -342,8 +342,7 @@ def test_a_failed_worker_is_quoted(tmp_path):
     "name, group",
     [
         ("_update_landmarks_kernel", "landmark update"),
-        ("_score_pages_kernel", "scoring"),
-        ("_select_pages_kernel", "selection"),
+        ("_choose_pages_kernel", "page selection"),
         ("_attend_kernel", "attention"),
         ("_merge_kernel", "merge"),
         ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...", "dense attention"),
@@ -362,8 +361,7 @@ def test_kernels_are_grouped_by_name(name, group):
 KERNELS = {
     "_attend_kernel": {"microseconds": 60.0, "calls": 2.0},
     "_merge_kernel": {"microseconds": 10.0, "calls": 2.0},
-    "_score_pages_kernel": {"microseconds": 20.0, "calls": 2.0},
-    "_select_pages_kernel": {"microseconds": 10.0, "calls": 2.0},
+    "_choose_pages_kernel": {"microseconds": 30.0, "calls": 2.0},
     "nvjet_a": {"microseconds": 30.0, "calls": 1.0},
     "nvjet_b": {"microseconds": 10.0, "calls": 1.0},
 }

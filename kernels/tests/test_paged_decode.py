@@ -453,7 +453,7 @@ def test_the_kernels_are_interpreted_where_there_is_no_gpu(triton_kernels, devic
 
     functions = [value for module in vars(triton_kernels).values() for value in vars(module).values()]
     kernels = [value for value in functions if hasattr(value, "fn") and value.__name__.endswith("_kernel")]
-    assert len(kernels) >= 5
+    assert len(kernels) >= 4
     for function in (*kernels, tl.sum, tl.cumsum):
         assert isinstance(function, InterpretedFunction) == (device == "cpu")
 

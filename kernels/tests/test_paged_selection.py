@@ -102,26 +102,17 @@ class Selection:
         )
         block_table = torch.tensor(self.block_table, device=device)
         seq_lens = rows.seq_lens.to(device)
-        self.kernels.score_pages(
+        self.kernels.choose_pages(
             rows.query.to(device),
             landmarks.to(device),
             block_table,
             seq_lens,
             budget,
             scores,
-            page_size=self.page_size,
-            softmax=softmax,
-        )
-        self.kernels.select_scored_pages(
-            scores,
-            block_table,
-            seq_lens,
-            budget,
             kept,
             counts,
             self.totals,
             page_size=self.page_size,
-            pages_per_block=self.pages_per_block,
             softmax=softmax,
         )
         return self._read_lists(kept.cpu(), counts.cpu())
@@ -296,20 +287,6 @@ def test_a_page_with_broken_landmarks_is_kept(triton_kernels, device, page_score
     rows.landmarks[0, 1, 17] = -100 * rows.query[0, 2:].sum(0).sign()
     assert first[0][0] == selection([1])[0][0]
     assert third[0][1] == sorted([*selection([2])[0][1], 17])
-
-
-@pytest.mark.parametrize("page_score", ["mean_query", "group_softmax"])
-def test_many_rows_share_programs_between_heads(sparrow_attention, triton_kernels, device, page_score):
-    # With this many rows one program scores a page for all heads. Most rows are padding.
-    if device == "cpu" and page_score == "group_softmax":
-        pytest.skip("a thousand programs are slow in Triton's interpreter, and one score shows how heads share them")
-    lengths = [0] * 128
-    lengths[3], lengths[90], lengths[127] = 16 * 70, 16 * 9 - 3, 16 * 65
-    rows = make_rows(lengths, dyadic=True, seed=7)
-    selection = Selection(triton_kernels, device, rows, page_score=page_score)
-    expected = reference_lists(sparrow_attention, selection, [5])
-    # Room for 512 pages is 8 tiles a row.
-    assert selection([5], max_pages=512) == expected
 
 
 def select_from_scores(triton_kernels, device, scores, num_pages, top_k_table, *, softmax=False, totals=None):

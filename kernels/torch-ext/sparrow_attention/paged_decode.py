@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .paged_attention import attend_to_kept_pages, num_splits
-from .paged_selection import MAX_PAGES, score_pages, select_scored_pages
+from .paged_selection import MAX_PAGES, choose_pages
 from .validation import check_heads, check_recipe, check_shape
 
 
@@ -42,10 +42,10 @@ class PagedDecoder:
     [Sparrow paper](https://huggingface.co/papers/2606.08446)) on a GPU. The reference is
     [`sparse_decode_attention`][sparrow_attention.sparse_decode_attention].
 
-    A step launches four kernels: it scores the candidate pages, selects, attends, and merges the partial results. It
-    allocates nothing, never waits for the device, and reads lengths and budgets there, so it may be captured in a CUDA
-    graph and replayed while `seq_lens`, `block_table`, `dense_until`, the top-k table or `set_reserved` change. One
-    decoder serves all layers of a model, one after the other.
+    A step launches three kernels, which choose the pages, attend to them and merge the partial results. It allocates
+    nothing, never waits for the device, and reads lengths and budgets there, so it may be captured in a CUDA graph and
+    replayed while `seq_lens`, `block_table`, `dense_until`, the top-k table or `set_reserved` change. One decoder
+    serves all layers of a model, one after the other.
 
     Args:
         max_rows (`int`):
@@ -183,19 +183,17 @@ class PagedDecoder:
             return output
         budget = (top_k_table, self._reserved, self._never_dense[:rows] if dense_until is None else dense_until)
         scores, kept, counts = self._scores[:rows], self._kept[:rows], self._counts[:rows]
-        score_pages(
-            query, landmarks, block_table, seq_lens, budget, scores, page_size=self.page_size, softmax=self.softmax
-        )
-        select_scored_pages(
-            scores,
+        choose_pages(
+            query,
+            landmarks,
             block_table,
             seq_lens,
             budget,
+            scores,
             kept,
             counts,
             self.totals,
             page_size=self.page_size,
-            pages_per_block=landmarks.shape[2],
             softmax=self.softmax,
         )
         attend_to_kept_pages(

@@ -1,15 +1,13 @@
 """
-Page selection for a decode step over a paged KV cache, in two Triton kernels: one scores the candidate pages from
-their landmarks, one finds the best of them and lists what each kv head keeps. The reference is
+Page selection for a decode step over a paged KV cache, in one Triton kernel: for each row and kv head a program scores
+the candidate pages from their landmarks, finds the best of them and lists what is kept. The reference is
 [`select_pages`][sparrow_attention.select_pages].
 
 Everything that varies from step to step (lengths, budgets, which rows keep all their pages) is read on the device, so
-both may be captured in a CUDA graph and a changed schedule needs no new capture.
+the kernel may be captured in a CUDA graph and a changed schedule needs no new capture.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -18,25 +16,28 @@ import triton.language as tl
 from .launching import next_power_of_2, strides
 
 
-__all__ = ["MAX_PAGES", "score_pages", "select_scored_pages"]
+__all__ = ["MAX_PAGES", "choose_pages", "score_pages", "select_scored_pages"]
 
-# Longest row that one program of the selection can hold in registers.
+# Longest row that one program can hold the scores of in registers.
 MAX_PAGES = 8192
 
 
-def score_pages(
+def choose_pages(
     query: torch.Tensor,
     landmarks: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     budget: tuple[torch.Tensor, ...],
     scores: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    totals: torch.Tensor,
     *,
     page_size: int,
     softmax: bool,
 ) -> None:
     """
-    Score the candidate pages of every row that does not keep them all.
+    List the pages that each kv head keeps: the best-scored candidates, ties to the lower index, and the reserved ones.
 
     Args:
         query (`torch.Tensor` of shape `[rows, q_heads, head_dim]`):
@@ -51,49 +52,39 @@ def score_pages(
             `top_k_table [n]`, candidates to keep by the number of pages; `reserved [2]`, sink and recent pages;
             `dense_until [rows]`, length up to which a row keeps all pages. All int32.
         scores (`torch.Tensor`):
-            Written, float32: `[rows, kv_heads, 1, max_pages]` for scores by the mean query,
+            Scratch, float32: `[rows, kv_heads, 1, max_pages]` for scores by the mean query,
             `[rows, kv_heads, group, max_pages]` for the logits of each query head, from which the selection takes the
             softmax. What pages that are no candidates get has no meaning.
+        kept (`torch.Tensor` of shape `[rows, kv_heads, max_pages]`):
+            Written, int32: kept pages in ascending order, numbered as in the cache (block times pages per block plus
+            page in the block). Rows that keep all pages write no list: theirs is the block table.
+        counts (`torch.Tensor` of shape `[rows, kv_heads]`):
+            Written, int32: how many pages are kept.
+        totals (`torch.Tensor` of shape `[2, rows, kv_heads]`):
+            int64: kept and cached pages of rows longer than `dense_until` are added, for statistics.
         page_size (`int`):
             Tokens in a page.
         softmax (`bool`):
-            Whether to write logits of query heads.
+            Whether `scores` holds logits of query heads.
     """
-    rows, q_heads, head_dim = query.shape
-    kv_heads, pages_per_block, landmarks_per_page = landmarks.shape[1:4]
-    group = q_heads // kv_heads
-    block = min(128, 2**14 // next_power_of_2(head_dim)) // landmarks_per_page
-    # A program reads a block of pages for several heads, whose landmarks follow one another, but not for so many that
-    # few rows leave the device idle.
-    heads = math.gcd(kv_heads, 16)
-    while heads > 1 and rows * kv_heads < 40 * heads:
-        heads //= 2
-    _score_pages_kernel[(triton.cdiv(scores.shape[-1], block), kv_heads // heads, rows)](
-        query,
-        landmarks,
-        block_table,
-        seq_lens,
-        *budget,
-        scores,
-        *strides(query, 2),
-        *strides(landmarks, 4),
-        block_table.stride(0),
-        *strides(scores, 3),
-        budget[0].shape[0],
-        head_dim**-0.5,
-        PAGE=page_size,
-        PAGES_PER_BLOCK=pages_per_block,
-        RUNS=landmarks_per_page,
-        HEADS=heads,
-        GROUP=group,
-        GROUP_PAD=max(16, next_power_of_2(group)),
-        D=head_dim,
-        D_PAD=next_power_of_2(head_dim),
-        BLOCK=block,
-        SOFTMAX=softmax,
-        num_warps=4,
-        num_stages=3,
-    )
+    lists = (kept, counts, totals)
+    pages_per_block = landmarks.shape[2]
+    _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax)
+
+
+def score_pages(
+    query: torch.Tensor,
+    landmarks: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budget: tuple[torch.Tensor, ...],
+    scores: torch.Tensor,
+    *,
+    page_size: int,
+    softmax: bool,
+) -> None:
+    """The first half of [`choose_pages`], by itself: write the scores."""
+    _launch(query, landmarks, block_table, seq_lens, budget, scores, None, page_size, landmarks.shape[2], softmax)
 
 
 def select_scored_pages(
@@ -109,50 +100,52 @@ def select_scored_pages(
     pages_per_block: int,
     softmax: bool,
 ) -> None:
-    """
-    List the pages that each kv head keeps: the best-scored candidates, ties to the lower index, and the reserved ones.
+    """The second half of [`choose_pages`], by itself: list the pages that given scores keep."""
+    lists = (kept, counts, totals)
+    _launch(None, None, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax)
 
-    Args:
-        scores (`torch.Tensor` of shape `[rows, kv_heads, group or 1, max_pages]`):
-            What [`score_pages`] wrote.
-        block_table, seq_lens, budget:
-            As in [`score_pages`].
-        kept (`torch.Tensor` of shape `[rows, kv_heads, max_pages]`):
-            Written, int32: kept pages in ascending order, numbered as in the cache (block times pages per block plus
-            page in the block). Rows that keep all pages write no list: theirs is the block table.
-        counts (`torch.Tensor` of shape `[rows, kv_heads]`):
-            Written, int32: how many pages are kept.
-        totals (`torch.Tensor` of shape `[2, rows, kv_heads]`):
-            int64: kept and cached pages of rows longer than `dense_until` are added, for statistics.
-        page_size (`int`):
-            Tokens in a page.
-        pages_per_block (`int`):
-            Pages in a block of the cache.
-        softmax (`bool`):
-            Whether `scores` holds logits of query heads.
-    """
-    rows, kv_heads = counts.shape
-    max_pages = scores.shape[-1]
-    _select_pages_kernel[(kv_heads, rows)](
-        scores,
+
+def _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax):
+    rows, kv_heads, queries, max_pages = scores.shape
+    group, head_dim, landmarks_per_page = queries, 64, 1
+    query_strides, landmark_strides, list_strides = (0, 0), (0,) * 4, (0,) * 5
+    if query is not None:
+        group, head_dim, landmarks_per_page = query.shape[1] // kv_heads, query.shape[2], landmarks.shape[3]
+        query_strides, landmark_strides = strides(query, 2), strides(landmarks, 4)
+    if lists is not None:
+        kept, counts, totals = lists
+        list_strides = (*strides(kept, 2), *strides(counts, 1), *totals.stride()[:2])
+    head_dim_pad = next_power_of_2(head_dim)
+    # What a half that does not run would read or write is never touched.
+    _choose_pages_kernel[(kv_heads, rows)](
+        scores if query is None else query,
+        scores if query is None else landmarks,
         block_table,
         seq_lens,
         *budget,
-        kept,
-        counts,
-        totals,
-        *strides(scores, 3),
+        scores,
+        *(lists or (scores, scores, scores)),
+        *query_strides,
+        *landmark_strides,
         block_table.stride(0),
-        *strides(kept, 2),
-        *strides(counts, 1),
-        *totals.stride()[:2],
+        *strides(scores, 3),
+        *list_strides,
         budget[0].shape[0],
+        head_dim**-0.5,
         PAGE=page_size,
         PAGES_PER_BLOCK=pages_per_block,
-        QUERIES=scores.shape[2],
+        RUNS=landmarks_per_page,
+        GROUP=group,
+        GROUP_PAD=max(16, next_power_of_2(group)),
+        D=head_dim,
+        D_PAD=head_dim_pad,
+        BLOCK=min(128, 2**14 // head_dim_pad) // landmarks_per_page,
         SOFTMAX=softmax,
         MAX_PAGES=max(512, next_power_of_2(max_pages)),
-        num_warps=2,
+        SCORE=query is not None,
+        SELECT=lists is not None,
+        num_warps=4,
+        num_stages=3,
     )
 
 
@@ -170,31 +163,20 @@ def _row_budget(row, seq_len_ptr, table_ptr, reserved_ptr, dense_until_ptr, tabl
 
 
 @triton.jit
-def _score_pages_kernel(
+def _score_candidates(
     query_ptr,
     landmark_ptr,
     block_table_ptr,
-    seq_len_ptr,
-    table_ptr,
-    reserved_ptr,
-    dense_until_ptr,
     score_ptr,
-    query_row,
+    last,
     query_head,
     landmark_block,
-    landmark_head,
     landmark_page,
     landmark_run,
-    table_row,
-    score_row,
-    score_head,
     score_query,
-    table_len,
     scale,
-    PAGE: tl.constexpr,
     PAGES_PER_BLOCK: tl.constexpr,
     RUNS: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -202,35 +184,24 @@ def _score_pages_kernel(
     BLOCK: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
-    row = tl.program_id(2)
-    start = tl.program_id(0) * BLOCK
-    seq_len, dense_until, num_pages, top_k, sink, recent, keep_all = _row_budget(
-        row, seq_len_ptr, table_ptr, reserved_ptr, dense_until_ptr, table_len, PAGE
-    )
-    last = num_pages - recent
-    if keep_all | (start >= last):
-        return
-    page = start + tl.arange(0, BLOCK)
-    inside = page < last
-    block = tl.load(block_table_ptr + row.to(tl.int64) * table_row + page // PAGES_PER_BLOCK, mask=inside, other=0)
-    landmark = block.to(tl.int64) * landmark_block + page % PAGES_PER_BLOCK * landmark_page
+    """Write the scores of the pages before `last` of one row and head."""
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
-    for i in range(HEADS):
-        head = tl.program_id(1) * HEADS + i
-        q = tl.load(
-            query_ptr + row.to(tl.int64) * query_row + (head * GROUP + g[:, None]) * query_head + d[None, :],
-            mask=(g[:, None] < GROUP) & (d[None, :] < D),
-            other=0.0,
-        )
-        # Halves hold what 8-bit landmarks hold, and convert in one instruction.
-        HALVES: tl.constexpr = q.dtype == tl.bfloat16 and landmark_ptr.dtype.element_ty.primitive_bitwidth == 8
-        dtype: tl.constexpr = tl.float16 if HALVES else q.dtype
-        q = q.to(dtype)
-        keys = landmark_ptr + landmark[:, None] + head * landmark_head + d[None, :]
+    q = tl.load(
+        query_ptr + g[:, None] * query_head + d[None, :], mask=(g[:, None] < GROUP) & (d[None, :] < D), other=0.0
+    )
+    # Halves hold what 8-bit landmarks hold, and convert in one instruction.
+    HALVES: tl.constexpr = q.dtype == tl.bfloat16 and landmark_ptr.dtype.element_ty.primitive_bitwidth == 8
+    dtype: tl.constexpr = tl.float16 if HALVES else q.dtype
+    q = tl.trans(q.to(dtype))
+    for start in range(0, last, BLOCK):
+        page = start + tl.arange(0, BLOCK)
+        inside = page < last
+        block = tl.load(block_table_ptr + page // PAGES_PER_BLOCK, mask=inside, other=0)
+        landmark = block.to(tl.int64) * landmark_block + page % PAGES_PER_BLOCK * landmark_page
+        keys = landmark_ptr + landmark[:, None] + d[None, :]
         readable = inside[:, None] & (d[None, :] < D)
-        logits = tl.dot(tl.load(keys, mask=readable, other=0.0).to(dtype), tl.trans(q), input_precision="ieee")
-        out = score_ptr + row.to(tl.int64) * score_row + head * score_head + page
+        logits = tl.dot(tl.load(keys, mask=readable, other=0.0).to(dtype), q, input_precision="ieee")
         if SOFTMAX:
             logits *= scale
             if RUNS > 1:
@@ -238,19 +209,16 @@ def _score_pages_kernel(
                 total = tl.full(logits.shape, 1.0, tl.float32)
                 for run in tl.static_range(1, RUNS):
                     other = tl.load(keys + run * landmark_run, mask=readable, other=0.0).to(dtype)
-                    logits = tl.dot(other, tl.trans(q), input_precision="ieee") * scale
+                    logits = tl.dot(other, q, input_precision="ieee") * scale
                     higher = tl.maximum(highest, logits)
                     total = total * tl.exp(highest - higher) + tl.exp(logits - higher)
                     highest = higher
                 logits = highest + tl.log(total)
-            tl.store(
-                out[:, None] + g[None, :] * score_query,
-                logits,
-                mask=inside[:, None] & (g[None, :] < GROUP),
-            )
+            out = score_ptr + page[:, None] + g[None, :] * score_query
+            tl.store(out, logits, mask=inside[:, None] & (g[None, :] < GROUP))
         else:
             # The sum over the group orders the pages as its mean does; padded heads add zeros.
-            tl.store(out, tl.sum(logits, 1), mask=inside)
+            tl.store(score_ptr + page, tl.sum(logits, 1), mask=inside)
 
 
 @triton.jit
@@ -335,66 +303,94 @@ def _list_best_pages(
 
 
 @triton.jit
-def _select_pages_kernel(
-    score_ptr,
+def _choose_pages_kernel(
+    query_ptr,
+    landmark_ptr,
     block_table_ptr,
     seq_len_ptr,
     table_ptr,
     reserved_ptr,
     dense_until_ptr,
+    score_ptr,
     kept_ptr,
     count_ptr,
     total_ptr,
+    query_row,
+    query_head,
+    landmark_block,
+    landmark_head,
+    landmark_page,
+    landmark_run,
+    table_row,
     score_row,
     score_head,
     score_query,
-    table_row,
     kept_row,
     kept_head,
     count_row,
     total_kind,
     total_row,
     table_len,
+    scale,
     PAGE: tl.constexpr,
     PAGES_PER_BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
+    RUNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
     SOFTMAX: tl.constexpr,
     MAX_PAGES: tl.constexpr,
+    SCORE: tl.constexpr,
+    SELECT: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
     seq_len, dense_until, num_pages, top_k, sink, recent, keep_all = _row_budget(
         row, seq_len_ptr, table_ptr, reserved_ptr, dense_until_ptr, table_len, PAGE
     )
-    count = tl.where(keep_all, num_pages, top_k + sink + recent)
-    tl.store(count_ptr + row * count_row + head, count)
-    if seq_len > dense_until:
-        # No other program writes these two: atomics only because nothing then waits for what was there.
-        total = total_ptr + row * total_row + head
-        tl.atomic_add(total, count.to(tl.int64), sem="relaxed")
-        tl.atomic_add(total + total_kind, num_pages.to(tl.int64), sem="relaxed")
+    if SELECT:
+        count = tl.where(keep_all, num_pages, top_k + sink + recent)
+        tl.store(count_ptr + row * count_row + head, count)
+        if seq_len > dense_until:
+            # No other program writes these two: atomics only because nothing then waits for what was there.
+            total = total_ptr + row * total_row + head
+            tl.atomic_add(total, count.to(tl.int64), sem="relaxed")
+            tl.atomic_add(total + total_kind, num_pages.to(tl.int64), sem="relaxed")
     if keep_all:
         return
     score_ptr += row.to(tl.int64) * score_row + head * score_head
     block_table_ptr += row.to(tl.int64) * table_row
-    kept_ptr += row.to(tl.int64) * kept_row + head * kept_head
-    # The work is sized by the row, not by the longest that may come.
-    if (MAX_PAGES == 512) | (num_pages <= 512):
-        _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
-                         PAGES_PER_BLOCK, QUERIES, SOFTMAX, 512)  # fmt: skip
-    elif (MAX_PAGES == 1024) | (num_pages <= 1024):
-        if MAX_PAGES >= 1024:
+    if SCORE:
+        _score_candidates(
+            query_ptr + row.to(tl.int64) * query_row + head * GROUP * query_head, landmark_ptr + head * landmark_head,
+            block_table_ptr, score_ptr, num_pages - recent, query_head, landmark_block, landmark_page, landmark_run,
+            score_query, scale, PAGES_PER_BLOCK, RUNS, GROUP, GROUP_PAD, D, D_PAD, BLOCK, SOFTMAX,
+        )  # fmt: skip
+    if SCORE and SELECT:
+        # What each thread wrote is now read by others of the program.
+        tl.debug_barrier()
+    if SELECT:
+        kept_ptr += row.to(tl.int64) * kept_row + head * kept_head
+        QUERIES: tl.constexpr = GROUP if SOFTMAX else 1
+        # The work is sized by the row, not by the longest that may come.
+        if (MAX_PAGES == 512) | (num_pages <= 512):
             _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
-                             PAGES_PER_BLOCK, QUERIES, SOFTMAX, 1024)  # fmt: skip
-    elif (MAX_PAGES == 2048) | (num_pages <= 2048):
-        if MAX_PAGES >= 2048:
-            _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
-                             PAGES_PER_BLOCK, QUERIES, SOFTMAX, 2048)  # fmt: skip
-    elif (MAX_PAGES == 4096) | (num_pages <= 4096):
-        if MAX_PAGES >= 4096:
-            _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
-                             PAGES_PER_BLOCK, QUERIES, SOFTMAX, 4096)  # fmt: skip
-    else:
-        if MAX_PAGES >= 8192:
-            _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
-                             PAGES_PER_BLOCK, QUERIES, SOFTMAX, 8192)  # fmt: skip
+                             PAGES_PER_BLOCK, QUERIES, SOFTMAX, 512)  # fmt: skip
+        elif (MAX_PAGES == 1024) | (num_pages <= 1024):
+            if MAX_PAGES >= 1024:
+                _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
+                                 PAGES_PER_BLOCK, QUERIES, SOFTMAX, 1024)  # fmt: skip
+        elif (MAX_PAGES == 2048) | (num_pages <= 2048):
+            if MAX_PAGES >= 2048:
+                _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
+                                 PAGES_PER_BLOCK, QUERIES, SOFTMAX, 2048)  # fmt: skip
+        elif (MAX_PAGES == 4096) | (num_pages <= 4096):
+            if MAX_PAGES >= 4096:
+                _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
+                                 PAGES_PER_BLOCK, QUERIES, SOFTMAX, 4096)  # fmt: skip
+        else:
+            if MAX_PAGES >= 8192:
+                _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
+                                 PAGES_PER_BLOCK, QUERIES, SOFTMAX, 8192)  # fmt: skip
