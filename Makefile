@@ -30,7 +30,7 @@ test-kernels: setup  ## Run the tests of sparrow_attention alone.
 	$(BIN)/python -m pytest kernels/tests
 
 test-gpu: setup  ## Run the tests that a GPU is for: the Triton kernels, natively, and the engine's GPU backend.
-	$(BIN)/python -m pytest kernels/tests tests/test_gpu_backend.py
+	$(BIN)/python -m pytest kernels/tests tests/test_gpu_backend.py tests/test_gpu_checkpoints.py
 
 quality: setup  ## Check lint and format.
 	$(BIN)/ruff check .
