@@ -34,6 +34,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparrow_trl import SparsityScheduleConfig, config, rollout, vllm_plugin
 from sparrow_trl.rollout import swapped
@@ -554,11 +555,65 @@ def test_head_and_block_sizes_of_the_cpu_kernels():
 
 def test_fields_of_the_attention_metadata():
     fields = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
-    used = {"num_reqs", "query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping", "is_prefilling"}
+    used = {"num_reqs", "num_actual_tokens", "query_start_loc", "query_start_loc_cpu", "seq_lens", "req_idx"}
+    used |= {"seq_lens_cpu_upper_bound", "block_table_tensor", "slot_mapping", "positions", "is_prefilling"}
     assert used <= fields, broken("vllm", "vllm_backend", f"CommonAttentionMetadata has lost {sorted(used - fields)}")
     metadata = cpu_attn.CPUAttentionMetadata
     assert dataclasses.is_dataclass(metadata) and not hasattr(metadata, "__slots__"), broken(
         "vllm", "vllm_backend", "the metadata takes no further attribute"
+    )
+
+
+def test_what_the_gpu_backend_overrides():
+    from vllm.v1.attention.backends import flash_attn
+
+    backend = flash_attn.FlashAttentionBackend
+    check_parameters("vllm", "vllm_cuda_backend", backend.customize_spec, ["spec"])
+    check_parameters("vllm", "vllm_cuda_backend", backend.supported_kv_cache_layouts, [])
+    assert backend.forward_includes_kv_cache_update is False, broken(
+        "vllm", "vllm_cuda_backend", "keys are written inside forward, so do_kv_cache_update is not called"
+    )
+    builder = flash_attn.FlashAttentionMetadataBuilder
+    check_parameters(
+        "vllm",
+        "vllm_cuda_backend",
+        builder._init_reorder_batch_threshold,
+        ["reorder_batch_threshold", "supports_spec_as_decode", "supports_dcp_with_varlen"],
+    )
+    assert inspect.signature(builder.use_cascade_attention).return_annotation is bool, broken(
+        "vllm", "vllm_cuda_backend", "use_cascade_attention does not say whether"
+    )
+    source = inspect.getsource(builder.__init__)
+    missing = [name for name in ("num_heads_q", "num_heads_kv", "headdim") if f"self.{name} = " not in source]
+    assert not missing, broken("vllm", "vllm_cuda_backend", f"the builder does not know {', '.join(missing)}")
+    padded = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, page_size_padded=9000
+    )
+    assert padded.page_size_bytes == 9000, broken("vllm", "vllm_cuda_backend", "a KV block has no room for landmarks")
+
+
+def test_both_model_runners_let_the_backend_pad_its_blocks_and_know_the_prompts():
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import attn_utils, states
+    from vllm.v1.worker.gpu.model_states import default
+
+    for function in (gpu_model_runner.GPUModelRunner.get_kv_cache_spec, attn_utils.get_kv_cache_spec):
+        assert "customize_spec(" in inspect.getsource(function), broken(
+            "vllm", "vllm_cuda_backend", f"{function.__module__} does not ask backends for their KV cache spec"
+        )
+    assert "req_idx=input_batch.idx_mapping_np" in inspect.getsource(default), broken(
+        "vllm", "vllm_backend", "model runner V2 does not say which request a row is"
+    )
+    assert "self.prompt_len = UvaBackedTensor(" in inspect.getsource(states.RequestState), broken(
+        "vllm", "vllm_backend", "model runner V2 keeps prompt lengths elsewhere"
+    )
+
+
+def test_the_connector_that_fills_the_cache_for_benchmarks():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    assert "DecodeBenchConnector" in KVConnectorFactory._registry, broken(
+        "vllm", "bench_worker", "there is no DecodeBenchConnector"
     )
 
 
