@@ -280,11 +280,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 def _draw_steps(workloads: list[dict[str, Any]], names: list[str], ax) -> None:
     """A bar per workload and variant, cut by what its kernels do where that was measured."""
-    from matplotlib import colormaps
     from matplotlib.patches import Patch
 
     width = 0.8 / len(names)
-    colors = dict(zip([*KERNEL_GROUPS, "idle"], colormaps["tab10"].colors, strict=True))
+    colors = {group: f"C{index}" for index, group in enumerate([*KERNEL_GROUPS, "idle"])}
     hatches = {name: HATCHES[index % len(HATCHES)] for index, name in enumerate(names)}
     shown = {}
     for index, workload in enumerate(workloads):
