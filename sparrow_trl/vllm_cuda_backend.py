@@ -101,6 +101,9 @@ class DecodeRows:
 class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
     """Sparse decode on the GPU: FlashAttention reads prompts, Triton kernels decode from its cache."""
 
+    # The kernels expect all of a row's keys in one cache.
+    supports_dcp = False
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         check_decoder(
@@ -164,6 +167,8 @@ class SparseFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     """Splits a batch into tokens that are decoded and prompts that FlashAttention reads."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    # The stock update would leave the decoded rows with the block table of another group of layers.
+    supports_update_block_table = False
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -259,6 +264,10 @@ class SparseFlashAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls():
         return SparseFlashAttentionMetadataBuilder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # how a row's pages are split, and so how its result is rounded, depends on the rows beside it
 
     @classmethod
     def supported_kv_cache_layouts(cls):

@@ -9,7 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -164,6 +168,16 @@ class TestBatches:
         state.prompt_lengths = lambda common: torch.tensor([10, 21])
         builder.build(0, common_metadata([1, 1], [52, 62]))
         assert held[:2].tolist() == [10, 21]
+
+
+def test_what_flash_attention_supports_and_the_kernels_do_not():
+    backend, stock = vllm_cuda_backend.SparseFlashAttentionBackend, FlashAttentionBackend
+    for supported in (
+        lambda cls: cls.supports_dcp(),
+        lambda cls: cls.supports_batch_invariance(),
+        lambda cls: cls.get_builder_cls().supports_update_block_table,
+    ):
+        assert supported(stock) and not supported(backend)
 
 
 class TestSchedules:
