@@ -313,6 +313,8 @@ def landmark_view(kv_cache: torch.Tensor, head_size: int, schedule: SparsitySche
 def rebuild_landmarks(worker) -> None:
     """Compute the landmarks of every page in a GPU worker's KV cache, for caches that were filled from outside."""
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        if not hasattr(layer, "impl"):  # no attention
+            continue
         keys, _, landmarks = layer.impl.views(layer.kv_cache)
         page_size = layer.impl.state.schedule.page_size
         last = torch.arange(page_size - 1, keys.shape[0] * keys.shape[2], page_size, device=keys.device)
