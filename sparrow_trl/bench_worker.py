@@ -20,7 +20,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,7 @@ class VariantBench:
 
     def verify(self, batch: int, context: int) -> dict[str, Any]:
         """Generate a few tokens, and check their log-probs and the pages read."""
-        before = replace(self.state.counters) if self.state else None
+        before = self.state.counters if self.state else None
         logprobs: dict[str, list[float]] = {}
         outputs = self.start(batch, context, CHECK_TOKENS, logprobs=0)
         while True:
@@ -228,7 +227,7 @@ class VariantBench:
         """Step times of `batch` requests that begin with `context` cached tokens, in `blocks` blocks of `steps`."""
         verified = self.verify(batch, context)
         steps, blocks = self.job["steps"], self.job["blocks"]
-        before = replace(self.state.counters) if self.state else None
+        before = self.state.counters if self.state else None
         generated, max_tokens = self.start_decoding(batch, context, steps * blocks)
         seconds = []
         for _ in range(blocks):

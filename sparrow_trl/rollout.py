@@ -388,7 +388,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         self.llm.probe_rows = self.probe_rows or RolloutLLM.probe_rows
         # A prompt that continues an earlier completion would find the keys of sparse tokens, and prompts are dense.
         self.llm.reset_prefix_cache()
-        before = replace(self.state.counters)
+        before = self.state.counters
         prompt_ids, completion_ids, logprobs, token_ids = super().generate(
             prompts, images, num_generations, profiler=profiler
         )

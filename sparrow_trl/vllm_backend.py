@@ -103,7 +103,7 @@ class SparseRolloutState:
 
     @property
     def counters(self) -> DecodeCounters:
-        """[`DecodeCounters`]: What was counted so far. On a GPU, reading them waits for the device."""
+        """[`DecodeCounters`]: A copy of what was counted so far. On a GPU, reading them waits for the device."""
         if self.decode_buffers is None:
             return replace(self.counted)
         kept, cached = self.decode_buffers.decoder.totals.sum((1, 2)).tolist()

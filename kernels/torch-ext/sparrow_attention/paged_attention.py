@@ -56,7 +56,7 @@ def attend_to_kept_pages(
         seq_lens (`torch.Tensor` of shape `[rows]`):
             Cached tokens. Rows of length 0 give zeros.
         kept, counts:
-            As [`select_scored_pages`] writes them.
+            As [`choose_pages`][sparrow_attention.paged_selection.choose_pages] writes them.
         partial_output (`torch.Tensor`), partial_lse (`torch.Tensor`):
             float32 scratch of at least `rows * q_heads * num_splits` times `head_dim`, and times 1, elements.
         output (`torch.Tensor` of shape `[rows, q_heads, head_dim]`):
