@@ -84,7 +84,8 @@ class SparseRolloutState:
         self.dense = False
         self.prompt_lengths = None
         self.attention_backend = None
-        # What captured graphs read, on a GPU.
+        # On a GPU, whether the KV cache has been laid out for the schedule's pages, and what captured graphs read.
+        self.layout_is_fixed = False
         self.decode_buffers = None
         self.set_schedule(schedule)
 
@@ -96,6 +97,15 @@ class SparseRolloutState:
                 f"{self.block_size} tokens. Choose a page_size that divides it, or a block size that is a multiple of "
                 f"{schedule.page_size}."
             )
+        if self.layout_is_fixed:
+            fixed = ("page_size", "page_score", "landmarks_per_page", "landmark_dtype")
+            changed = [name for name in fixed if getattr(schedule, name) != getattr(self.schedule, name)]
+            if changed:
+                raise ValueError(
+                    f"{', '.join(changed)} cannot change in a running engine, whose KV cache and captured graphs are "
+                    f"laid out for {', '.join(f'{name}={getattr(self.schedule, name)!r}' for name in changed)}. "
+                    "Budgets, reserved pages and dense layers can. Build a new engine for this schedule."
+                )
         if self.decode_buffers is not None:
             self.decode_buffers.set_schedule(schedule)
         self.schedule = schedule
@@ -146,6 +156,8 @@ class SparseRolloutState:
 
 def attach_sparse_rollout(worker) -> SparseRolloutState:
     """Connect a vLLM worker's sparse attention layers with its table of prompt lengths, and return their state.
+
+    Call it in the engine's process: the state holds functions of the worker and is not sent anywhere.
 
     The metadata that vLLM hands to attention backends does not say where a request's prompt ends, and a request that
     is resumed after a preemption comes back as one long prefill.
@@ -289,6 +301,13 @@ class SparseDecodeMixin:
                 "Leave kv_cache_dtype at 'auto'."
             )
         vllm_config = get_current_vllm_config()
+        if vllm_config.speculative_config is not None:
+            raise ValueError(
+                "Sparse rollouts do not support speculative_config: which draft tokens are accepted is known too late "
+                "to tell which tokens attend sparsely."
+            )
+        if vllm_config.parallel_config.enable_dbo:
+            raise ValueError("Sparse rollouts do not support enable_dbo: micro-batches would share scratch memory.")
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector != "DecodeBenchConnector":
             raise ValueError(

@@ -47,7 +47,6 @@ class DecodeBuffers:
             device=device,
             **state.schedule.recipe,
         )
-        self.schedule = state.schedule
         num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
         table = state.schedule.to_table(state.max_model_len)
         # One row per layer: which layers are dense may change without a new capture, too.
@@ -58,18 +57,9 @@ class DecodeBuffers:
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
         """Use `schedule` from the next step on."""
-        fixed = ("page_size", "page_score", "landmarks_per_page", "landmark_dtype")
-        changed = [name for name in fixed if getattr(schedule, name) != getattr(self.schedule, name)]
-        if changed:
-            raise ValueError(
-                f"{', '.join(changed)} cannot change in a running engine, whose KV cache and captured graphs are "
-                f"laid out for {', '.join(f'{name}={getattr(self.schedule, name)!r}' for name in changed)}. "
-                "Budgets, reserved pages and dense layers can. Build a new engine for this schedule."
-            )
         tables = [schedule.to_table(self.max_model_len, layer=layer) for layer in range(len(self.tables))]
         self.tables.copy_(torch.stack(tables))
         self.decoder.set_reserved(schedule.sink_pages, schedule.recent_pages)
-        self.schedule = schedule
 
     def hold_dense_until(self, lengths: torch.Tensor) -> torch.Tensor:
         """The length up to which each row keeps all pages, on the device. Copied only when it changes."""
@@ -121,6 +111,7 @@ class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
         Shapes are `[blocks, kv_heads, block_size, head_dim]` twice and
         `[blocks, kv_heads, pages, landmarks_per_page, head_dim]`.
         """
+        # The views keep their memory alive, so another cache has another address.
         if self._views is None or self._views[0].data_ptr() != kv_cache.data_ptr():
             keys, values = kv_cache.split(self.head_size, dim=-1)
             self._views = (keys, values, landmark_view(kv_cache, self.head_size, self.state.schedule))
@@ -281,8 +272,9 @@ class SparseFlashAttentionBackend(FlashAttentionBackend):
         Landmarks then live where the KV cache lives: they are part of vLLM's memory budget, go when the engine
         sleeps, and need no bookkeeping under prefix caching.
         """
-        schedule = SparseRolloutState.newest().schedule
-        return replace(spec, page_size_padded=spec.page_size_bytes + landmark_bytes(schedule, spec))
+        state = SparseRolloutState.newest()
+        state.layout_is_fixed = True
+        return replace(spec, page_size_padded=spec.page_size_bytes + landmark_bytes(state.schedule, spec))
 
 
 def landmark_bytes(schedule: SparsityScheduleConfig, spec) -> int:

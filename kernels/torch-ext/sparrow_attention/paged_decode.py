@@ -6,7 +6,7 @@ import torch
 
 from .paged_attention import attend_to_kept_pages, num_splits
 from .paged_selection import MAX_PAGES, choose_pages
-from .validation import check_heads, check_recipe, check_shape
+from .validation import check_heads, check_integers, check_recipe, check_shape
 
 
 __all__ = ["PagedDecoder", "check_decoder"]
@@ -175,6 +175,10 @@ class PagedDecoder:
         check_shape("output", output, tuple(query.shape), "[rows, q_heads, head_dim]")
         check_shape("seq_lens", seq_lens, (rows,), "[rows]")
         check_shape("block_table", block_table, (rows, None), "[rows, max_blocks]")
+        check_shape("top_k_table", top_k_table, (None,), "[n]")
+        if dense_until is not None:
+            check_shape("dense_until", dense_until, (rows,), "[rows]")
+        check_integers(seq_lens=seq_lens, block_table=block_table, top_k_table=top_k_table, dense_until=dense_until)
         if rows > self.max_rows:
             raise ValueError(f"A step of {rows} rows does not fit in the decoder's {self.max_rows}.")
         if key_cache.stride() != value_cache.stride():
