@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 
 
-def next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 def strides(tensor: torch.Tensor, axes: int) -> tuple[int, ...]:
     """The strides of the first `axes` axes, in elements, of a tensor whose last axis must be contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import next_power_of_2, strides
+from .launching import strides
 
 
 __all__ = ["attend_to_kept_pages", "num_splits"]
@@ -25,7 +25,7 @@ TAPER_FROM = 1024
 
 def num_splits(rows: int, kv_heads: int) -> int:
     """Programs that the pages of a row and head are split between, a power of two."""
-    return min(MAX_SPLITS, next_power_of_2(-(-PROGRAMS // (rows * kv_heads))))
+    return min(MAX_SPLITS, triton.next_power_of_2(-(-PROGRAMS // (rows * kv_heads))))
 
 
 def attend_to_kept_pages(
@@ -70,7 +70,7 @@ def attend_to_kept_pages(
     kv_heads, block_size = key_cache.shape[1:3]
     splits = num_splits(rows, kv_heads)
     taper = rows * kv_heads * splits >= TAPER_FROM
-    head_dim_pad = next_power_of_2(head_dim)
+    head_dim_pad = triton.next_power_of_2(head_dim)
     _attend_kernel[(kv_heads, rows, splits)](
         query,
         key_cache,
@@ -90,7 +90,7 @@ def attend_to_kept_pages(
         TAPER=taper,
         KV_HEADS=kv_heads,
         GROUP=q_heads // kv_heads,
-        GROUP_PAD=max(16, next_power_of_2(q_heads // kv_heads)),
+        GROUP_PAD=max(16, triton.next_power_of_2(q_heads // kv_heads)),
         PAGE=page_size,
         PAGES_PER_BLOCK=block_size // page_size,
         TOKENS=64,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import next_power_of_2, strides
+from .launching import strides
 from .validation import check_shape
 
 
@@ -53,7 +53,7 @@ def update_landmarks(key_cache: torch.Tensor, landmarks: torch.Tensor, slot_mapp
         PAGE=block_size // pages_per_block,
         RUNS=landmarks_per_page,
         D=head_dim,
-        D_PAD=next_power_of_2(head_dim),
+        D_PAD=triton.next_power_of_2(head_dim),
         # A cast to an 8-bit type must saturate as the reference does.
         LARGEST=torch.finfo(landmarks.dtype).max if landmarks.dtype.itemsize == 1 else None,
         num_warps=1,

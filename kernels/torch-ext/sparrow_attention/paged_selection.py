@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import next_power_of_2, strides
+from .launching import strides
 
 
 __all__ = ["MAX_PAGES", "choose_pages", "score_pages", "select_scored_pages"]
@@ -115,7 +115,7 @@ def _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page
     if lists is not None:
         kept, counts, totals = lists
         list_strides = (*strides(kept, 2), *strides(counts, 1), *totals.stride()[:2])
-    head_dim_pad = next_power_of_2(head_dim)
+    head_dim_pad = triton.next_power_of_2(head_dim)
     # What a half that does not run would read or write is never touched.
     _choose_pages_kernel[(kv_heads, rows)](
         scores if query is None else query,
@@ -136,12 +136,12 @@ def _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page
         PAGES_PER_BLOCK=pages_per_block,
         RUNS=landmarks_per_page,
         GROUP=group,
-        GROUP_PAD=max(16, next_power_of_2(group)),
+        GROUP_PAD=max(16, triton.next_power_of_2(group)),
         D=head_dim,
         D_PAD=head_dim_pad,
         BLOCK=min(128, 2**14 // head_dim_pad) // landmarks_per_page,
         SOFTMAX=softmax,
-        MAX_PAGES=max(512, next_power_of_2(max_pages)),
+        MAX_PAGES=max(512, triton.next_power_of_2(max_pages)),
         SCORE=query is not None,
         SELECT=lists is not None,
         num_warps=4,
