@@ -87,12 +87,8 @@ def cache_bytes_per_token(shape: ModelShape, schedules: Sequence[SparsitySchedul
         shape ([`ModelShape`]): The model.
         schedules (`Sequence[SparsityScheduleConfig]`, *optional*): Schedules whose landmarks are stored.
     """
-    landmarks = [0.0]
-    for schedule in schedules:
-        element_bytes = 1 if schedule.landmark_dtype == "fp8_e4m3" else shape.element_bytes
-        per_page = shape.num_layers * shape.kv_heads * shape.head_dim * schedule.landmarks_per_page * element_bytes
-        landmarks.append(per_page / schedule.page_size)
-    return shape.kv_bytes_per_token + max(landmarks)
+    landmarks = (shape.page_landmark_bytes(schedule) / schedule.page_size for schedule in schedules)
+    return shape.kv_bytes_per_token + shape.num_layers * max(landmarks, default=0)
 
 
 def largest_batch(

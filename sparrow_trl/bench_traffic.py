@@ -36,6 +36,11 @@ class ModelShape:
         """`int`: Keys and values of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.element_bytes
 
+    def page_landmark_bytes(self, schedule: SparsityScheduleConfig) -> int:
+        """Landmarks of one page in one layer under `schedule` ([`SparsityScheduleConfig`])."""
+        element_bytes = 1 if schedule.landmark_dtype == "fp8_e4m3" else self.element_bytes
+        return schedule.landmarks_per_page * self.kv_heads * self.head_dim * element_bytes
+
     @classmethod
     def from_config(cls, config, element_bytes: int = 2) -> "ModelShape":
         """
@@ -128,8 +133,6 @@ def step_traffic(
             dense_kv += length * shape.kv_bytes_per_token
             continue
         pages = -(-length // schedule.page_size)
-        landmark_bytes = 1 if schedule.landmark_dtype == "fp8_e4m3" else shape.element_bytes
-        page_landmarks = schedule.landmarks_per_page * shape.kv_heads * shape.head_dim * landmark_bytes
         for layer in range(shape.num_layers):
             if schedule.is_dense_layer(layer):
                 dense_kv += length * shape.layer_kv_bytes_per_token
@@ -138,6 +141,7 @@ def step_traffic(
             # The last page, always kept, may be partial.
             sparse_kv += (length - (pages - kept) * schedule.page_size) * shape.layer_kv_bytes_per_token
             if kept < pages:  # a row that keeps all its pages needs no scores
-                landmarks += (pages - schedule.sink_pages - schedule.recent_pages) * page_landmarks
+                candidates = pages - schedule.sink_pages - schedule.recent_pages
+                landmarks += candidates * shape.page_landmark_bytes(schedule)
     factor = batch / len(lengths)
     return StepTraffic(dense_kv * factor, sparse_kv * factor, landmarks * factor, shape.weight_bytes)
