@@ -7,7 +7,7 @@ Both model runners of vLLM are tested, eager and with decode steps captured in C
 import numpy as np
 import pytest
 import torch
-from test_parity import make_prompts, mean_difference, policy_logprobs, roll_out
+from test_parity import make_prompts, mean_difference, policy_logprobs, record_preemptions, roll_out
 from tiny_models import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -218,18 +218,7 @@ def test_special_engines(model, monkeypatch, runner, case):
         schedule = SparsityScheduleConfig(page_size=32, top_k_pages=[1, 2], bin_tokens=128, dense_layers=[])
         kwargs["block_size"] = 32
     generation = build(model, schedule, **kwargs)
-    preempted = []
-    if case == "preemption":
-        scheduler = generation.llm.llm_engine.engine_core.engine_core.scheduler
-        preempt = scheduler._preempt_request
-        monkeypatch.setattr(
-            scheduler,
-            "_preempt_request",
-            lambda request, *args, **kwargs: (
-                preempted.append(request.num_output_tokens),
-                preempt(request, *args, **kwargs),
-            ),
-        )
+    preempted = record_preemptions(generation, monkeypatch)
     check_parity(generation, model, schedule, prompts)
     if case == "preemption":
         assert sum(tokens > 16 for tokens in preempted) >= 2

@@ -103,6 +103,22 @@ def loop_logprobs(model, schedule, prompt, completion):
     return loop_model.token_logprobs(logits, ids)[rows], clear[rows]
 
 
+def record_preemptions(generation, monkeypatch) -> list[int]:
+    """Tokens that each request had generated when it was preempted, a list that grows."""
+    scheduler = generation.llm.llm_engine.engine_core.engine_core.scheduler
+    preempted = []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(
+        scheduler,
+        "_preempt_request",
+        lambda request, *args, **kwargs: (
+            preempted.append(request.num_output_tokens),
+            preempt(request, *args, **kwargs),
+        ),
+    )
+    return preempted
+
+
 def mean_difference(one, other):
     return np.abs(np.concatenate(one) - np.concatenate(other)).mean()
 
@@ -204,17 +220,7 @@ def test_forced_preemption(build_generation, model, monkeypatch):
         engine_kwargs={"num_gpu_blocks_override": 28},
         generation_kwargs={"ignore_eos": True},
     )
-    scheduler = generation.llm.llm_engine.engine_core.engine_core.scheduler
-    preempted = []
-    preempt = scheduler._preempt_request
-    monkeypatch.setattr(
-        scheduler,
-        "_preempt_request",
-        lambda request, *args, **kwargs: (
-            preempted.append(request.num_output_tokens),
-            preempt(request, *args, **kwargs),
-        ),
-    )
+    preempted = record_preemptions(generation, monkeypatch)
     prompts = make_prompts([60, 64, 66, 70, 75, 80, 85, 90], seed=7)
     completions, engine = roll_out(generation, prompts)
     assert sum(tokens > 16 for tokens in preempted) >= 2
