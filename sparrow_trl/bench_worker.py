@@ -82,6 +82,8 @@ class VariantBench:
     def __init__(self, job: dict[str, Any], device):
         from vllm import LLM
 
+        from . import vllm_backend
+
         self.job, self.device = job, device
         self.schedule = self.state = None
         engine = dict(job["engine"])
@@ -96,8 +98,6 @@ class VariantBench:
             from .vllm_plugin import register
 
             register()
-            from . import vllm_backend
-
             self.schedule = SparsityScheduleConfig.from_dict(job["schedule"])
             engine["additional_config"] = {vllm_backend.ADDITIONAL_CONFIG_KEY: job["schedule"]}
             if device.type == "cuda":
@@ -111,8 +111,7 @@ class VariantBench:
         self.config = self.engine.vllm_config
         self.num_layers = self.config.model_config.hf_text_config.num_hidden_layers
         self._num_requests = 0
-        layers = self.config.compilation_config.static_forward_context.values()
-        impls = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
+        impls = {type(layer.impl) for layer in vllm_backend.attention_layers(self.config).values()}
         self.attention = sorted(f"{impl.__module__}.{impl.__qualname__}" for impl in impls)
         if self.schedule is None and not all(name.startswith("vllm.") for name in self.attention):
             raise VerificationError(

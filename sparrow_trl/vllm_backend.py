@@ -154,6 +154,12 @@ class SparseRolloutState:
         return state
 
 
+def attention_layers(vllm_config) -> dict[str, torch.nn.Module]:
+    """The engine's attention layers, those that have an implementation, by name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
+
+
 def attach_sparse_rollout(worker) -> SparseRolloutState:
     """Connect a vLLM worker's sparse attention layers with its table of prompt lengths, and return their state.
 
@@ -167,8 +173,7 @@ def attach_sparse_rollout(worker) -> SparseRolloutState:
     """
     runner = worker.model_runner
     state = SparseRolloutState.of_engine(worker.vllm_config)
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    impls = {name: layer.impl for name, layer in layers.items() if hasattr(layer, "impl")}
+    impls = {name: layer.impl for name, layer in attention_layers(worker.vllm_config).items()}
     stock = {name: type(impl).__name__ for name, impl in impls.items() if not isinstance(impl, SparseDecodeMixin)}
     if state is None or stock or not impls:
         raise RuntimeError(
@@ -250,13 +255,9 @@ class BatchLengths:
         """Index in the flat batch, request and length of each token past its request's prompt."""
         requests = torch.repeat_interleave(torch.arange(len(self.starts)), self.query_lens)
         token = torch.arange(len(requests))
-        lengths = (self.seq_lens - self.query_lens - self.starts)[requests] + self.starts[0] + token + 1
+        lengths = (self.seq_lens - self.query_lens - self.starts)[requests] + token + 1
         tokens = torch.nonzero(lengths > self.prompt_lengths[requests]).squeeze(1)
-        return tokens + self.starts[0], requests[tokens], lengths[tokens]
-
-    def after(self, requests: int) -> "BatchLengths":
-        """Those of all but the first `requests`."""
-        return BatchLengths(*(getattr(self, field.name)[requests:] for field in fields(self)))
+        return tokens, requests[tokens], lengths[tokens]
 
 
 def find_sparse_rows(common, state: SparseRolloutState) -> SparseRows | None:

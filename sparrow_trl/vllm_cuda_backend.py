@@ -22,7 +22,7 @@ from sparrow_attention.paged_decode import PagedDecoder, check_decoder
 from sparrow_attention.paged_landmarks import update_landmarks
 
 from .schedule import SparsityScheduleConfig
-from .vllm_backend import BatchLengths, SparseDecodeMixin, SparseRolloutState
+from .vllm_backend import BatchLengths, SparseDecodeMixin, SparseRolloutState, attention_layers
 
 
 class DecodeBuffers:
@@ -134,6 +134,7 @@ class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
             return output
         keys, values, landmarks = self.views(kv_cache)
         buffers = self.state.decode_buffers
+        table = buffers.tables[extract_layer_index(layer.layer_name)]
         for rows in decode_rows:
             in_place = isinstance(rows.tokens, slice)
             row_query = query[rows.tokens]
@@ -143,7 +144,7 @@ class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
                 values,
                 rows.block_table,
                 rows.seq_lens,
-                buffers.tables[extract_layer_index(layer.layer_name)],
+                table,
                 landmarks,
                 output=output[rows.tokens] if in_place else torch.empty_like(row_query),
                 dense_until=rows.dense_until,
@@ -193,31 +194,30 @@ class SparseFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
                     state.decode_buffers.hold_dense_until(until[:decodes].int()),
                 )
             )
-        if not state.dense:
-            decoded = (lengths.seq_lens > lengths.prompt_lengths) & (lengths.query_lens > 0)
-            state.counted.sparse_tokens += int(decoded[:decodes].sum())
         if decodes == common.num_reqs:
             # No layer runs FlashAttention, so its schedule need not be made.
             metadata = super().build(0, common, fast_build=True)
             metadata.first_prefill_token = None
+            num_sparse = int(((lengths.seq_lens > lengths.prompt_lengths) & (lengths.query_lens > 0)).sum())
         else:
             metadata = super().build(0, _without_decodes(common, decodes), fast_build)
             metadata.first_prefill_token = decodes
-            if not state.dense:
-                rows += self._recomputed_rows(common, lengths.after(decodes), decodes)
+            tokens, requests, seq_lens = lengths.sparse_tokens()
+            num_sparse = len(tokens)
+            # Within longer runs they are what vLLM computes again after a preemption.
+            again = requests >= decodes
+            if again.any() and not state.dense:
+                rows += self._recomputed_rows(common, tokens[again], requests[again], seq_lens[again])
+        if not state.dense:
+            state.counted.sparse_tokens += num_sparse
         metadata.decode_rows = rows
         return metadata
 
-    def _recomputed_rows(self, common, lengths: BatchLengths, decodes: int) -> list[DecodeRows]:
-        """Tokens past the prompt within longer runs: what vLLM computes again after a preemption."""
-        tokens, requests, seq_lens = lengths.sparse_tokens()
-        self.state.counted.sparse_tokens += len(tokens)
-        tokens, requests, seq_lens = (x.to(self.device) for x in (tokens, requests + decodes, seq_lens.int()))
-        steps = zip(
-            *(x.split(self.state.decode_buffers.decoder.max_rows) for x in (tokens, requests, seq_lens)),
-            strict=True,
-        )
-        return [DecodeRows(t, common.block_table_tensor[r], s) for t, r, s in steps if len(t)]
+    def _recomputed_rows(self, common, *tokens: torch.Tensor) -> list[DecodeRows]:
+        """Rows, in steps that fit the decoder, of tokens whose index, request and length are given on the host."""
+        max_rows = self.state.decode_buffers.decoder.max_rows
+        steps = zip(*(x.to(self.device).split(max_rows) for x in tokens), strict=True)
+        return [DecodeRows(index, common.block_table_tensor[row], length.int()) for index, row, length in steps]
 
 
 def _without_decodes(common, decodes: int):
@@ -304,9 +304,7 @@ def landmark_view(kv_cache: torch.Tensor, head_size: int, schedule: SparsitySche
 
 def rebuild_landmarks(worker) -> None:
     """Compute the landmarks of every page in a GPU worker's KV cache, for caches that were filled from outside."""
-    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
-        if not hasattr(layer, "impl"):  # no attention
-            continue
+    for layer in attention_layers(worker.vllm_config).values():
         keys, _, landmarks = layer.impl.views(layer.kv_cache)
         page_size = layer.impl.state.schedule.page_size
         last = torch.arange(page_size - 1, keys.shape[0] * keys.shape[2], page_size, device=keys.device)

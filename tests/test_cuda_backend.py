@@ -347,8 +347,8 @@ def test_a_mixed_batch_attends_as_its_requests_do_alone(builder, state, monkeypa
             token += 1
 
 
-def test_batch_lengths_after_some_requests():
+def test_tokens_past_the_prompt():
     lengths = BatchLengths(*(torch.tensor(x) for x in ([0, 1, 2], [1, 1, 9], [5, 6, 9], [1, 6, 4])))
-    tokens, requests, seq_lens = lengths.after(1).sparse_tokens()
-    assert tokens.tolist() == [6, 7, 8, 9, 10] and requests.tolist() == [1] * 5
-    assert seq_lens.tolist() == [5, 6, 7, 8, 9]
+    tokens, requests, seq_lens = lengths.sparse_tokens()
+    assert tokens.tolist() == [0, 6, 7, 8, 9, 10] and requests.tolist() == [0] + [2] * 5
+    assert seq_lens.tolist() == [5, 5, 6, 7, 8, 9]
