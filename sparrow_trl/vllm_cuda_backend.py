@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
@@ -104,6 +105,8 @@ class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
             self.state.schedule.page_size,
         )
         self._views = None
+        # Slots of the step's keys and values, where they are still to be written.
+        self._slots = None
 
     def views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys, values, and the landmarks that lie behind them in each block, as views of the cache.
@@ -118,9 +121,13 @@ class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
         return self._views
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        keys, _, landmarks = self.views(kv_cache)
-        update_landmarks(keys, landmarks, slot_mapping)
+        attn_metadata, *_ = get_attention_context(layer.layer_name)
+        # Where all rows are decoded, their decode step writes the cache: a launch less, in every layer.
+        self._slots = slot_mapping if getattr(attn_metadata, "first_prefill_token", 0) is None else None
+        if self._slots is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            keys, _, landmarks = self.views(kv_cache)
+            update_landmarks(keys, landmarks, slot_mapping)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         decode_rows = getattr(attn_metadata, "decode_rows", ())
@@ -138,6 +145,9 @@ class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
         for rows in decode_rows:
             in_place = isinstance(rows.tokens, slice)
             row_query = query[rows.tokens]
+            append = None
+            if start is None:
+                append = (key[rows.tokens], value[rows.tokens], self._slots[rows.tokens])
             attended = buffers.decoder(
                 row_query,
                 keys,
@@ -149,6 +159,7 @@ class SparseFlashAttentionImpl(SparseDecodeMixin, FlashAttentionImpl):
                 output=output[rows.tokens] if in_place else torch.empty_like(row_query),
                 dense_until=rows.dense_until,
                 scale=self.scale,
+                append=append,
             )
             if not in_place:
                 output[rows.tokens] = attended

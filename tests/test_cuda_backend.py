@@ -4,10 +4,12 @@ The GPU backend's bookkeeping, without a GPU: how a batch is split, what the ker
 The kernels themselves are replaced by the reference here; `kernels/tests` compares them with it.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.forward_context import override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -259,7 +261,7 @@ def test_landmarks_fill_what_is_behind_each_block(landmarks_per_page, block_size
 class Impl(vllm_cuda_backend.SparseFlashAttentionImpl):
     def __init__(self, state):
         self.state, self.head_size, self.num_kv_heads, self.scale = state, HEAD_DIM, KV_HEADS, HEAD_DIM**-0.5
-        self._views = None
+        self._views = self._slots = None
 
 
 class ReferenceDecoder:
@@ -268,7 +270,12 @@ class ReferenceDecoder:
     def __init__(self, decoder, schedule):
         self.max_rows, self.schedule = decoder.max_rows, schedule
 
-    def __call__(self, query, keys, values, block_table, seq_lens, table, landmarks, *, output, dense_until, scale):
+    def __call__(
+        self, query, keys, values, block_table, seq_lens, table, landmarks, *, output, dense_until, scale, append
+    ):
+        if append is not None:
+            write_keys(keys, values, *append)
+            update_landmarks(keys, landmarks, append[-1])
         num_pages = (seq_lens + self.schedule.page_size - 1) // self.schedule.page_size
         top_k = table[num_pages.clamp(max=len(table) - 1).long()]
         if dense_until is not None:
@@ -289,9 +296,89 @@ class ReferenceDecoder:
         return output
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_mixed_batch_attends_as_its_requests_do_alone(builder, state, monkeypatch, layer):
-    torch.manual_seed(layer)
+def write_keys(keys, values, key, value, slot_mapping):
+    for index, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            keys[slot // BLOCK, :, slot % BLOCK], values[slot // BLOCK, :, slot % BLOCK] = key[index], value[index]
+
+
+def update_landmarks(keys, landmarks, slot_mapping):
+    for slot in slot_mapping[slot_mapping % 16 == 15].tolist():
+        landmarks[slot // BLOCK, :, 0] = page_landmarks(keys[slot // BLOCK], 1)
+
+
+@pytest.fixture
+def impl(state, monkeypatch):
+    """An implementation that runs without a GPU, and `impl.stock_writes`, how often vLLM's own write was called."""
+    impl = Impl(state)
+    impl.stock_writes = 0
+
+    def stock_write(self, layer, key, value, kv_cache, slot_mapping):
+        self.stock_writes += 1
+        write_keys(*kv_cache.split(HEAD_DIM, dim=-1), key, value, slot_mapping)
+
+    monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", stock_write)
+    monkeypatch.setattr(vllm_cuda_backend, "update_landmarks", update_landmarks)
+    return impl
+
+
+def layer_of(index):
+    return SimpleNamespace(layer_name=f"model.layers.{index}.self_attn.attn", kv_cache=None)
+
+
+@contextlib.contextmanager
+def forward_context(layer, metadata):
+    """What vLLM's custom operations find the layer's metadata in."""
+    context = SimpleNamespace(
+        attn_metadata=metadata and {layer.layer_name: metadata},
+        no_compile_layers={layer.layer_name: layer},
+        slot_mapping={},
+    )
+    with override_forward_context(context):
+        yield
+
+
+def test_a_step_that_only_decodes_writes_the_cache_itself(builder, state, impl):
+    torch.manual_seed(0)
+    seq_lens, layer = [300, 64, 0], layer_of(1)  # a page that is not full, one that becomes so, a row that fills up
+    state.prompt_lengths = lambda common: torch.tensor([64, 20])
+    blocks = torch.randperm(200)[: 3 * 40].view(3, 40).int()
+    _, cache = make_cache(SCHEDULE, dtype=torch.float32)
+    cache.copy_(torch.randn(cache.shape))
+    landmarks = impl.views(cache)[2]
+    landmarks.copy_(torch.randn(landmarks.shape))
+    common = common_metadata([1, 1, 1], seq_lens, blocks=blocks)
+    slots = torch.tensor([blocks[0, 18] * BLOCK + 11, blocks[1, 3] * BLOCK + 15, -1])
+    query = torch.randn(3, KV_HEADS * GROUP, HEAD_DIM)
+    key, value = torch.randn(2, 3, KV_HEADS, HEAD_DIM)
+    metadata = builder.build(0, common)
+    state.decode_buffers.decoder = ReferenceDecoder(state.decode_buffers.decoder, SCHEDULE)
+
+    before = cache.clone(), landmarks.clone()
+    with forward_context(layer, metadata):
+        impl.do_kv_cache_update(layer, key, value, cache, slots)
+    assert impl.stock_writes == 0 and torch.equal(cache, before[0]) and torch.equal(landmarks, before[1])
+    output = torch.full_like(query, torch.nan)
+    impl.forward(layer, query, key, value, cache, metadata, output)
+    written = cache.clone(), landmarks.clone()
+
+    # As for a batch that vLLM's own write and the landmark kernel serve.
+    cache.copy_(before[0]), landmarks.copy_(before[1])
+    with forward_context(layer, None):
+        impl.do_kv_cache_update(layer, key, value, cache, slots)
+    assert impl.stock_writes == 1 and torch.equal(cache, written[0]) and torch.equal(landmarks, written[1])
+    assert (cache != before[0]).sum() == 2 * 2 * KV_HEADS * HEAD_DIM and not torch.equal(landmarks, before[1])
+    keys, values, _ = impl.views(cache)
+    expected = sparse_decode_attention(
+        query, keys, values, blocks, common.seq_lens, torch.tensor([3, 1, 0]), landmarks=landmarks, **SCHEDULE.recipe
+    )
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("index", range(LAYERS))
+def test_a_mixed_batch_attends_as_its_requests_do_alone(builder, state, impl, monkeypatch, index):
+    torch.manual_seed(index)
+    layer = layer_of(index)
     # A decode, the last token of a prompt, a prompt, and a request that is computed again from its token 20 on.
     query_lens, seq_lens, prompts = [1, 1, 40, 70], [300, 64, 40, 90], [64, 64, 40, 30]
     state.prompt_lengths = lambda common: torch.tensor(prompts)
@@ -299,24 +386,15 @@ def test_a_mixed_batch_attends_as_its_requests_do_alone(builder, state, monkeypa
     blocks = torch.randperm(200)[: 4 * 40].view(4, 40).int()
     sequences = [torch.randn(2, length, KV_HEADS, HEAD_DIM) for length in seq_lens]
 
-    def write_keys(self, layer, key, value, kv_cache, slot_mapping):
-        for index, slot in enumerate(slot_mapping.tolist()):
-            kv_cache[slot // BLOCK, :, slot % BLOCK] = torch.cat([key[index], value[index]], -1)
-
-    def update(keys, landmarks, slot_mapping):
-        for slot in slot_mapping[slot_mapping % 16 == 15].tolist():
-            landmarks[slot // BLOCK, :, 0] = page_landmarks(keys[slot // BLOCK], 1)
-
-    monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", write_keys)
-    monkeypatch.setattr(vllm_cuda_backend, "update_landmarks", update)
-    impl = Impl(state)
     for row, (keys, values) in enumerate(sequences):
         position = torch.arange(seq_lens[row])
-        impl.do_kv_cache_update(None, keys, values, cache, blocks[row, position // BLOCK] * BLOCK + position % BLOCK)
+        slots = blocks[row, position // BLOCK] * BLOCK + position % BLOCK
+        with forward_context(layer, None):
+            impl.do_kv_cache_update(layer, keys, values, cache, slots)
 
     def attend(query, row, position, sparse):
         num_pages = (position + 16) // 16
-        top_k = SCHEDULE.top_k(position + 1, layer=layer) if sparse and not SCHEDULE.is_dense_layer(layer) else 640
+        top_k = SCHEDULE.top_k(position + 1, layer=index) if sparse and not SCHEDULE.is_dense_layer(index) else 640
         keys, values, landmarks = impl.views(cache)
         return sparse_decode_attention(
             query[None], keys, values, blocks[row : row + 1], torch.tensor([position + 1]),
@@ -336,8 +414,7 @@ def test_a_mixed_batch_attends_as_its_requests_do_alone(builder, state, monkeypa
     state.decode_buffers.decoder = ReferenceDecoder(state.decode_buffers.decoder, SCHEDULE)
     query = torch.randn(sum(query_lens), KV_HEADS * GROUP, HEAD_DIM)
     output = torch.full_like(query, torch.nan)
-    name = SimpleNamespace(layer_name=f"model.layers.{layer}.self_attn.attn")
-    assert impl.forward(name, query, query, query, cache, metadata, output) is output
+    assert impl.forward(layer, query, query, query, cache, metadata, output) is output
 
     token = 0
     for row, (query_len, seq_len, prompt) in enumerate(zip(query_lens, seq_lens, prompts, strict=True)):

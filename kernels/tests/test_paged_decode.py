@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from paged_batch import KERNEL_DTYPES, SHAPE_DTYPES, exact_page_scores, excess, make_batch
+from paged_batch import KERNEL_DTYPES, SHAPE_DTYPES, arrange_cache, exact_page_scores, excess, make_batch
 
 
 ON_GPU = torch.cuda.is_available()
@@ -270,6 +270,85 @@ def test_decoding_token_by_token(sparrow_attention, triton_kernels, device):
             check_step(sparrow_attention, decoder, final, [2], landmarks)
 
 
+@pytest.mark.parametrize(
+    ("page_size", "pages_per_block", "layout", "head_dim", "landmarks_per_page", "landmark_dtype"),
+    [
+        (16, 1, "packed", 64, 1, None),
+        # Triton's interpreter does not round to float8 as a GPU does.
+        (16, 2, "separate", 80, 2, torch.float8_e4m3fn if ON_GPU else None),
+        (32, 1, "packed_token_major", 64, 4, None),
+    ],
+)
+def test_a_step_that_writes_the_cache_equals_one_that_finds_it_written(
+    sparrow_attention,
+    triton_kernels,
+    device,
+    page_size,
+    pages_per_block,
+    layout,
+    head_dim,
+    landmarks_per_page,
+    landmark_dtype,
+):
+    # One page is completed by its row's new token, others have just begun, and the rows of length 0 have no token.
+    lengths = [page_size * 9, page_size * 9 - 1, 0, page_size * 10 + 1, 1]
+    final = make_batch(
+        lengths,
+        head_dim=head_dim,
+        page_size=page_size,
+        pages_per_block=pages_per_block,
+        dtype=torch.float16,
+        seed=11,
+    ).placed(device, layout)
+    recipe = {"landmarks_per_page": landmarks_per_page}
+    if landmarks_per_page > 1:
+        recipe["page_score"] = "group_softmax"
+    expected_landmarks = landmarks_of(sparrow_attention, final, page_size, landmarks_per_page, landmark_dtype)
+    table = device_table(final, [2])
+    expected = make_decoder(triton_kernels, final, page_size=page_size, **recipe)(
+        *final.tensors, table, expected_landmarks, output=torch.full_like(final.query, torch.nan)
+    )
+
+    # As when one projection makes queries, keys and values.
+    rows, kv_heads = len(lengths), final.key_cache.shape[1]
+    new = torch.full((rows, 3 * kv_heads, head_dim), torch.nan, dtype=torch.float16, device=device)
+    key, value = new[:, kv_heads : 2 * kv_heads], new[:, 2 * kv_heads :]
+    slots = torch.full((rows,), -1, device=device)
+    key_cache, value_cache = arrange_cache(final.key_cache.clone(), final.value_cache.clone(), layout)
+    landmarks = expected_landmarks.clone()
+    block_size = page_size * pages_per_block
+    for row, length in enumerate(lengths):
+        if not length:
+            continue
+        block, offset = int(final.block_table[row, (length - 1) // block_size]), (length - 1) % block_size
+        slots[row] = block * block_size + offset
+        key[row], value[row] = final.key_cache[block, :, offset], final.value_cache[block, :, offset]
+        key_cache[block, :, offset] = value_cache[block, :, offset] = torch.nan
+        page = offset // page_size
+        if length % page_size:
+            expected_landmarks[block, :, page] = landmarks[block, :, page] = 7  # stays
+        else:
+            landmarks[block, :, page] = torch.nan
+    output = make_decoder(triton_kernels, final, page_size=page_size, **recipe)(
+        final.query,
+        key_cache,
+        value_cache,
+        *final.tensors[3:],
+        table,
+        landmarks,
+        output=torch.full_like(final.query, torch.nan),
+        append=(key, value, slots),
+    )
+    assert torch.equal(output, expected)
+    for written, want in (
+        (key_cache, final.key_cache),
+        (value_cache, final.value_cache),
+        (landmarks.float(), expected_landmarks.float()),
+    ):
+        # Nothing else was written.
+        assert torch.equal(written.nan_to_num(7e4), want.nan_to_num(7e4))
+
+
 def test_queries_and_outputs_inside_larger_tensors(sparrow_attention, triton_kernels, device):
     # As when one projection makes queries, keys and values.
     batch = make_batch([70, 241], head_dim=64, dtype=torch.float16, seed=5).placed(device)
@@ -433,12 +512,17 @@ def test_refuses_steps_that_do_not_fit(sparrow_attention, triton_kernels, device
         "output": torch.zeros_like(batch.query),
     }
     make_decoder(triton_kernels, batch)(**arguments)
+    new, slots = batch.key_cache[:2, :, 0], torch.tensor([-1, -1], device=device)
     for change, message in (
         ({"output": arguments["output"][:1]}, r"`output` must have shape .* = \[2, 4, 64\], got \[1, 4, 64\]"),
         ({"seq_lens": batch.seq_lens[:1]}, r"`seq_lens` must have shape \[rows\] = \[2\], got \[1\]"),
         ({"block_table": batch.block_table[:1]}, r"`block_table` must have shape \[rows, max_blocks\] = \[2, \?\]"),
         ({"key_cache": batch.key_cache.contiguous()}, "`key_cache` and `value_cache` must have the same strides"),
         ({"query": batch.query.transpose(1, 2).contiguous().transpose(1, 2)}, "last axis must be contiguous"),
+        ({"append": (new[:1], new, slots)}, r"`key` must have shape .* = \[2, 2, 64\], got \[1, 2, 64\]"),
+        ({"append": (new, new[..., :32], slots)}, r"`value` must have shape .* = \[2, 2, 64\], got \[2, 2, 32\]"),
+        ({"append": (new, new, slots[:1])}, r"`slot_mapping` must have shape \[rows\] = \[2\], got \[1\]"),
+        ({"append": (new, new, slots.float())}, "`slot_mapping` must hold integers, got torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             make_decoder(triton_kernels, batch)(**{**arguments, **change})

@@ -42,8 +42,8 @@ class PagedDecoder:
     [Sparrow paper](https://huggingface.co/papers/2606.08446)) on a GPU. The reference is
     [`sparse_decode_attention`][sparrow_attention.sparse_decode_attention].
 
-    A step launches three kernels, which choose the pages, attend to them and merge the partial results. It allocates
-    nothing, never waits for the device, and reads lengths and budgets there, so it may be captured in a CUDA graph and
+    A step launches three kernels, which choose the pages, attend to them and merge the partial results. The first of them
+    also writes new keys and values into the cache, when a step is given some. A step allocates nothing, never waits for the device, and reads lengths and budgets there, so it may be captured in a CUDA graph and
     replayed while `seq_lens`, `block_table`, `dense_until`, the top-k table or `set_reserved` change. One decoder
     serves all layers of a model, one after the other.
 
@@ -136,6 +136,7 @@ class PagedDecoder:
         output: torch.Tensor,
         dense_until: torch.Tensor | None = None,
         scale: float | None = None,
+        append: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """
         One step.
@@ -161,6 +162,11 @@ class PagedDecoder:
                 int32: rows of up to this length keep all their pages.
             scale (`float`, *optional*):
                 Factor of the attention logits, by default `head_dim**-0.5`.
+            append (`tuple` of `torch.Tensor`, *optional*):
+                `key` and `value`, both of shape `[rows, kv_heads, head_dim]`, and `slot_mapping`, of shape `[rows]`:
+                what each row's newest token adds to the cache, and its slot there (block times block size plus
+                offset), negative for rows without one. Keys, values and the landmarks of the pages that they complete
+                are written before the row attends. By default the cache holds them already.
         """
         q_heads, kv_heads, head_dim = self._heads
         check_shape("query", query, (None, q_heads, head_dim), "[rows, q_heads, head_dim]")
@@ -179,6 +185,13 @@ class PagedDecoder:
         if dense_until is not None:
             check_shape("dense_until", dense_until, (rows,), "[rows]")
         check_integers(seq_lens=seq_lens, block_table=block_table, top_k_table=top_k_table, dense_until=dense_until)
+        if append is not None:
+            key, value, slot_mapping = append
+            check_shape("key", key, (rows, kv_heads, head_dim), "[rows, kv_heads, head_dim]")
+            check_shape("value", value, (rows, kv_heads, head_dim), "[rows, kv_heads, head_dim]")
+            check_shape("slot_mapping", slot_mapping, (rows,), "[rows]")
+            check_integers(slot_mapping=slot_mapping)
+            append = (key, value, key_cache, value_cache, slot_mapping)
         if rows > self.max_rows:
             raise ValueError(f"A step of {rows} rows does not fit in the decoder's {self.max_rows}.")
         if key_cache.stride() != value_cache.stride():
@@ -199,6 +212,7 @@ class PagedDecoder:
             self.totals,
             page_size=self.page_size,
             softmax=self.softmax,
+            append=append,
         )
         attend_to_kept_pages(
             query,

@@ -54,10 +54,14 @@ def update_landmarks(key_cache: torch.Tensor, landmarks: torch.Tensor, slot_mapp
         RUNS=landmarks_per_page,
         D=head_dim,
         D_PAD=triton.next_power_of_2(head_dim),
-        # A cast to an 8-bit type must saturate as the reference does.
-        LARGEST=torch.finfo(landmarks.dtype).max if landmarks.dtype.itemsize == 1 else None,
+        LARGEST=largest_landmark(landmarks),
         num_warps=1,
     )
+
+
+def largest_landmark(landmarks: torch.Tensor) -> float | None:
+    """What landmarks are clamped to: a cast to an 8-bit type must saturate as the reference does."""
+    return torch.finfo(landmarks.dtype).max if landmarks.dtype.itemsize == 1 else None
 
 
 @triton.jit
@@ -81,20 +85,44 @@ def _update_landmarks_kernel(
 ):
     slot = tl.load(slot_ptr + tl.program_id(0)).to(tl.int64)
     if (slot >= 0) & (slot % PAGE == PAGE - 1):
-        RUN: tl.constexpr = PAGE // RUNS
         head = tl.program_id(1)
-        block = slot // BLOCK_SIZE
-        page = slot % BLOCK_SIZE // PAGE
-        run = tl.arange(0, RUNS)[:, None]
-        d = tl.arange(0, D_PAD)[None, :]
-        keys = key_ptr + block * key_block + head * key_head + page * PAGE * key_token
-        total = tl.zeros((RUNS, D_PAD), tl.float32)
-        # One after the other: the reference adds in this order, and two pages with equal keys must stay tied.
-        for token in tl.static_range(RUN):
-            total += tl.load(keys + (run * RUN + token) * key_token + d, mask=d < D, other=0.0).to(tl.float32)
-        mean = total * (1.0 / RUN)
-        if LARGEST is not None:
-            mean = tl.minimum(mean, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-            mean = tl.maximum(mean, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        target = landmark_ptr + block * landmark_block + head * landmark_head + page * landmark_page
-        tl.store(target + run * landmark_run + d, mean.to(landmark_ptr.dtype.element_ty), mask=d < D)
+        write_landmarks(
+            slot, key_ptr + head * key_head, landmark_ptr + head * landmark_head, key_block, key_token, landmark_block,
+            landmark_page, landmark_run, BLOCK_SIZE, PAGE, RUNS, D, D_PAD, LARGEST,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_landmarks(
+    slot,
+    key_ptr,
+    landmark_ptr,
+    key_block,
+    key_token,
+    landmark_block,
+    landmark_page,
+    landmark_run,
+    BLOCK_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    RUNS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Write the landmarks of the page of `slot` from its keys, for the kv head that the pointers are at."""
+    RUN: tl.constexpr = PAGE // RUNS
+    block = slot // BLOCK_SIZE
+    page = slot % BLOCK_SIZE // PAGE
+    run = tl.arange(0, RUNS)[:, None]
+    d = tl.arange(0, D_PAD)[None, :]
+    keys = key_ptr + block * key_block + page * PAGE * key_token
+    total = tl.zeros((RUNS, D_PAD), tl.float32)
+    # One after the other: the reference adds in this order, and two pages with equal keys must stay tied.
+    for token in tl.static_range(RUN):
+        total += tl.load(keys + (run * RUN + token) * key_token + d, mask=d < D, other=0.0).to(tl.float32)
+    mean = total * (1.0 / RUN)
+    if LARGEST is not None:
+        mean = tl.minimum(mean, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        mean = tl.maximum(mean, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    target = landmark_ptr + block * landmark_block + page * landmark_page
+    tl.store(target + run * landmark_run + d, mean.to(landmark_ptr.dtype.element_ty), mask=d < D)

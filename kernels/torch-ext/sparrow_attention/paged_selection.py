@@ -3,6 +3,9 @@ Page selection for a decode step over a paged KV cache, in one Triton kernel: fo
 the candidate pages from their landmarks, finds the best of them and lists what is kept. The reference is
 [`select_pages`][sparrow_attention.select_pages].
 
+The same launch may write the rows' new keys and values into the cache, and the landmarks of pages that they complete:
+their pages are among the recent ones, which are not scored, so neither waits for the other.
+
 Everything that varies from step to step (lengths, budgets, which rows keep all their pages) is read on the device, so
 the kernel may be captured in a CUDA graph and a changed schedule needs no new capture.
 """
@@ -14,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .launching import strides
+from .paged_landmarks import largest_landmark, write_landmarks
 
 
 __all__ = ["MAX_PAGES", "choose_pages", "score_pages", "select_scored_pages"]
@@ -35,6 +39,7 @@ def choose_pages(
     *,
     page_size: int,
     softmax: bool,
+    append: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
     """
     List the pages that each kv head keeps: the best-scored candidates, ties to the lower index, and the reserved ones.
@@ -66,10 +71,14 @@ def choose_pages(
             Tokens in a page.
         softmax (`bool`):
             Whether `scores` holds logits of query heads.
+        append (`tuple` of `torch.Tensor`, *optional*):
+            What to write into the cache: `key` and `value`, both `[rows, kv_heads, head_dim]`; `key_cache` and
+            `value_cache`, both `[blocks, kv_heads, block_size, head_dim]` and of the same strides;
+            `slot_mapping [rows]`, as [`update_landmarks`][sparrow_attention.update_landmarks] takes it.
     """
     lists = (kept, counts, totals)
     pages_per_block = landmarks.shape[2]
-    _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax)
+    _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax, append)
 
 
 def score_pages(
@@ -105,7 +114,9 @@ def select_scored_pages(
     _launch(None, None, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax)
 
 
-def _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax):
+def _launch(
+    query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax, append=None
+):
     rows, kv_heads, queries, max_pages = scores.shape
     group, head_dim, landmarks_per_page = queries, 64, 1
     query_strides, landmark_strides, list_strides = (0, 0), (0,) * 4, (0,) * 5
@@ -115,9 +126,13 @@ def _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page
     if lists is not None:
         kept, counts, totals = lists
         list_strides = (*strides(kept, 2), *strides(counts, 1), *totals.stride()[:2])
+    append_strides = (0,) * 7
+    if append is not None:
+        key, value, key_cache, value_cache, slot_mapping = append
+        append_strides = (*strides(key, 2), *strides(value, 2), *strides(key_cache, 3))
     head_dim_pad = triton.next_power_of_2(head_dim)
-    # What a half that does not run would read or write is never touched.
-    _choose_pages_kernel[(kv_heads, rows)](
+    # What a part that does not run would read or write is never touched.
+    _choose_pages_kernel[(kv_heads, rows, 1 if append is None else 2)](
         scores if query is None else query,
         scores if query is None else landmarks,
         block_table,
@@ -125,11 +140,13 @@ def _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page
         *budget,
         scores,
         *(lists or (scores, scores, scores)),
+        *(append or (scores,) * 5),
         *query_strides,
         *landmark_strides,
         block_table.stride(0),
         *strides(scores, 3),
         *list_strides,
+        *append_strides,
         budget[0].shape[0],
         head_dim**-0.5,
         PAGE=page_size,
@@ -144,6 +161,8 @@ def _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page
         MAX_PAGES=max(512, triton.next_power_of_2(max_pages)),
         SCORE=query is not None,
         SELECT=lists is not None,
+        APPEND=append is not None,
+        LARGEST=None if landmarks is None else largest_landmark(landmarks),
         num_warps=4,
         num_stages=3,
     )
@@ -303,6 +322,42 @@ def _list_best_pages(
 
 
 @triton.jit
+def _append_token(
+    new_key_ptr,
+    new_value_ptr,
+    key_ptr,
+    value_ptr,
+    slot_ptr,
+    landmark_ptr,
+    cache_block,
+    cache_token,
+    landmark_block,
+    landmark_page,
+    landmark_run,
+    PAGE: tl.constexpr,
+    PAGES_PER_BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Write the key and value of one token and head into the cache, and the landmarks of the page they complete."""
+    slot = tl.load(slot_ptr).to(tl.int64)
+    if slot >= 0:
+        BLOCK_SIZE: tl.constexpr = PAGE * PAGES_PER_BLOCK
+        d = tl.arange(0, D_PAD)
+        place = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token + d
+        tl.store(key_ptr + place, tl.load(new_key_ptr + d, mask=d < D), mask=d < D)
+        tl.store(value_ptr + place, tl.load(new_value_ptr + d, mask=d < D), mask=d < D)
+        if slot % PAGE == PAGE - 1:
+            tl.debug_barrier()  # other threads read the key than wrote it
+            write_landmarks(
+                slot, key_ptr, landmark_ptr, cache_block, cache_token, landmark_block, landmark_page, landmark_run,
+                BLOCK_SIZE, PAGE, RUNS, D, D_PAD, LARGEST,
+            )  # fmt: skip
+
+
+@triton.jit
 def _choose_pages_kernel(
     query_ptr,
     landmark_ptr,
@@ -315,6 +370,11 @@ def _choose_pages_kernel(
     kept_ptr,
     count_ptr,
     total_ptr,
+    new_key_ptr,
+    new_value_ptr,
+    key_ptr,
+    value_ptr,
+    slot_ptr,
     query_row,
     query_head,
     landmark_block,
@@ -330,6 +390,13 @@ def _choose_pages_kernel(
     count_row,
     total_kind,
     total_row,
+    new_key_row,
+    new_key_head,
+    new_value_row,
+    new_value_head,
+    cache_block,
+    cache_head,
+    cache_token,
     table_len,
     scale,
     PAGE: tl.constexpr,
@@ -344,9 +411,21 @@ def _choose_pages_kernel(
     MAX_PAGES: tl.constexpr,
     SCORE: tl.constexpr,
     SELECT: tl.constexpr,
+    APPEND: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
+    if APPEND:
+        if tl.program_id(2) == 1:
+            _append_token(
+                new_key_ptr + row.to(tl.int64) * new_key_row + head * new_key_head,
+                new_value_ptr + row.to(tl.int64) * new_value_row + head * new_value_head,
+                key_ptr + head * cache_head, value_ptr + head * cache_head, slot_ptr + row,
+                landmark_ptr + head * landmark_head, cache_block, cache_token, landmark_block, landmark_page,
+                landmark_run, PAGE, PAGES_PER_BLOCK, RUNS, D, D_PAD, LARGEST,
+            )  # fmt: skip
+            return
     seq_len, dense_until, num_pages, top_k, sink, recent, keep_all = _row_budget(
         row, seq_len_ptr, table_ptr, reserved_ptr, dense_until_ptr, table_len, PAGE
     )
