@@ -90,7 +90,8 @@ class BenchOptions:
             Decode steps before them. In 16 steps a sequence passes each position in a page, and each number modulo 16,
             which Triton compiles for.
         breakdown (`bool`, *optional*, defaults to `False`):
-            Whether to measure the time of each kernel as well, at the workloads.
+            Whether to measure the time of each kernel as well, at the workloads. Sparse variants run once more for
+            it, with kernels that do not overlap.
         prefill (`bool`, *optional*, defaults to `False`):
             Whether to compute the prompts instead of filling the KV cache. Always so on a CPU.
         model_runner (`str`, *optional*):
@@ -198,9 +199,20 @@ def run_bench(options: BenchOptions, output: Path, report: Callable[[str], None]
         measured[variant] = result
         save(complete=False)
 
+    def merge_separate(variant: str, result: dict[str, Any]) -> None:
+        found = {(workload["batch"], workload["context"]): workload for workload in result["workloads"]}
+        for workload in measured[variant]["workloads"]:
+            if (workload["batch"], workload["context"]) in found:
+                workload["separate"] = found[workload["batch"], workload["context"]]
+        save(complete=False)
+
     save(complete=False)  # in place of the result of an earlier run
     for variant, job in plan.jobs.items():
-        _run_variant(variant, job, output, report, merge)
+        overlaps = job["schedule"] is not None and job["breakdown"]
+        _run_variant(variant, {**job, "breakdown": []} if overlaps else job, output, report, merge)
+        if overlaps:
+            separate = {**job, "workloads": job["breakdown"], "overlap": False}
+            _run_variant(variant, separate, output, report, merge_separate, log_name=f"{variant}-separate")
     result = save(complete=True)
     draw(result, output / PICTURE_NAME)
     return result
@@ -332,6 +344,7 @@ def plan_bench(options: BenchOptions) -> BenchPlan:
         "blocks": options.blocks,
         "warmup": options.warmup,
         "breakdown": workloads if options.breakdown else [],
+        "overlap": True,
         "model_runner": options.model_runner,
         "prefill": prefill,
         "prefill_steps": tokens - num_new_tokens(timed, options.warmup, 0),
@@ -373,9 +386,10 @@ def _run_variant(
     output: Path,
     report: Callable[[str], None],
     merge: Callable[[str, dict[str, Any]], None] | None = None,
+    log_name: str | None = None,
 ) -> None:
-    """Do the job of one variant in its own process, whose output goes to `<variant>.log`, and `merge` its results."""
-    log_path = output / f"{variant}.log"
+    """Do a job of one variant in its own process, whose output goes to `<log name>.log`, and `merge` its results."""
+    log_path = output / f"{log_name or variant}.log"
     tail = deque(maxlen=LOG_TAIL_LINES)
     with tempfile.TemporaryDirectory(prefix="sparrow-bench-") as folder:
         job_path, result_path = Path(folder) / "job.json", Path(folder) / "result.json"
@@ -499,9 +513,13 @@ def summarize_workload(
         "roofline_seconds": roofline,
         "roofline_ratio": seconds / roofline,
     }
-    if "profile" in raw:
-        profile = raw["profile"]
-        summary["breakdown"] = group_kernels(
-            profile["kernels"], seconds, traffic_of(profile["lengths"]), shape.num_layers
-        )
+    # Kernels that overlap have no times of their own, so those of sparse variants come from an engine in which they
+    # do not, with its own step times.
+    separate = raw.get("separate", raw)
+    if "profile" in separate:
+        profile, seconds = separate["profile"], statistics.median(separate["step_seconds"])
+        summary["breakdown"] = {
+            "step_seconds": seconds,
+            **group_kernels(profile["kernels"], seconds, traffic_of(profile["lengths"]), shape.num_layers),
+        }
     return summary

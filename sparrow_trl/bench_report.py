@@ -201,7 +201,7 @@ def _step_table(workloads: list[dict[str, Any]]) -> Table:
 def _kernel_table(workload: dict[str, Any]) -> Table:
     breakdowns = {name: row["breakdown"] for name, row in workload["variants"].items() if "breakdown" in row}
     columns = [column for name in breakdowns for column in (f"{name}: us a step", "us a layer")]
-    table = Table(f"Kernels, {_name(workload)}", ["kernels", *columns])
+    table = Table(f"Kernels, {_name(workload)}, without overlap", ["kernels", *columns])
     for group in KERNEL_GROUPS:
         cells = [breakdown["groups"].get(group, {}) for breakdown in breakdowns.values()]
         if any(cells):
@@ -216,6 +216,8 @@ def _kernel_table(workload: dict[str, Any]) -> Table:
             table.rows.append([group, *row])
     idle = [text for b in breakdowns.values() for text in (f"{b['idle_microseconds']:.0f}", "")]
     table.rows.append(["idle", *idle])
+    steps = [text for b in breakdowns.values() for text in (f"{1e6 * b['step_seconds']:.0f}", "")]
+    table.rows.append(["step", *steps])
     return table
 
 
@@ -279,7 +281,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def _draw_steps(workloads: list[dict[str, Any]], names: list[str], ax) -> None:
-    """A bar per workload and variant, cut by what its kernels do where that was measured."""
+    """A bar per workload and variant, cut by what its kernels do where that was measured, and a line at its time."""
     from matplotlib.patches import Patch
 
     width = 0.8 / len(names)
@@ -306,8 +308,10 @@ def _draw_steps(workloads: list[dict[str, Any]], names: list[str], ax) -> None:
                 bottom += height
                 if group:
                     shown[group] = Patch(color=color, label=group)
+            # Kernels by themselves take longer than where they overlap.
+            ax.hlines(milliseconds, position - 0.46 * width, position + 0.46 * width, color="black", linewidth=1)
             text = f"{milliseconds:.1f}" + _number(row.get("speedup"), "\n{:.2f}x")
-            ax.annotate(text, (position, milliseconds), ha="center", va="bottom", fontsize="small")
+            ax.annotate(text, (position, max(bottom, milliseconds)), ha="center", va="bottom", fontsize="small")
     variants = [Patch(facecolor="0.75", edgecolor="white", hatch=hatch, label=name) for name, hatch in hatches.items()]
     ax.set_xticks(range(len(workloads)), [_name(workload) for workload in workloads])
     ax.set_xlabel("batch x context (tokens)")

@@ -4,10 +4,11 @@ RESULT`.
 
 `JOB` is a JSON object: `schedule` (the fields of a sparsity schedule, or null for dense attention), `workloads` (pairs
 of batch and context; without any, the engine only starts), `steps`, `blocks`, `warmup`, `breakdown` (those workloads
-whose kernels are timed too), `prefill` (whether prompts are computed, or the cache is filled with random keys and
-values), `prefill_steps` (most steps until the last request has its first token), `model_runner` (`"v1"`, `"v2"` or
-null), and `engine` (keyword arguments of [`vllm.LLM`]). `RESULT` is written anew after each workload, once that is
-measured and verified. Lines of the standard output that begin with [`PROGRESS`] say what has been done.
+whose kernels are timed too), `overlap` (whether the launches of a sparse decode step may overlap), `prefill` (whether
+prompts are computed, or the cache is filled with random keys and values), `prefill_steps` (most steps until the last
+request has its first token), `model_runner` (`"v1"`, `"v2"` or null), and `engine` (keyword arguments of
+[`vllm.LLM`]). `RESULT` is written anew after each workload, once that is measured and verified. Lines of the standard
+output that begin with [`PROGRESS`] say what has been done.
 
 One engine serves all workloads. Requests end by their own `max_tokens`, so the number of forward passes past each
 prompt is known, and the pages that were read can be held against the schedule exactly.
@@ -293,6 +294,8 @@ def measure_variant(job: dict[str, Any], save: Callable[[dict[str, Any]], None])
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if job["model_runner"] is not None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[job["model_runner"]]
+    if not job["overlap"]:
+        os.environ["SPARROW_ATTENTION_OVERLAP"] = "0"
     check_version("vllm")
     import torch
     import transformers

@@ -455,6 +455,33 @@ def test_summary(variants):
     assert rollout["points"][1]["variants"]["fp8"]["speedup"] == pytest.approx(3)
 
 
+def test_kernels_of_sparse_variants_are_timed_where_they_do_not_overlap(tmp_path, monkeypatch):
+    job = {"workloads": [[4, 170], [2, 256], [2, 1000]], "breakdown": [[4, 170]], "overlap": True}
+    jobs = {"dense": {**job, "schedule": None}, "mine": {**job, "schedule": SCHEDULE.to_dict()}}
+    plan, done = dataclasses.replace(PLAN, jobs=jobs), []
+
+    def run(variant, job, output, report, merge, log_name=None):
+        done.append((variant, len(job["workloads"]), len(job["breakdown"]), job["overlap"], log_name))
+        result = measured([[0.02 if job["overlap"] else 0.03], [0.1], [0.1]], KERNELS if job["breakdown"] else None)
+        del result["workloads"][len(job["workloads"]) :]
+        merge(variant, result)
+
+    monkeypatch.setattr("sparrow_trl.bench.plan_bench", lambda options: plan)
+    monkeypatch.setattr("sparrow_trl.bench._run_variant", run)
+    record = run_bench(BenchOptions(model="tiny", schedules={"mine": SCHEDULE}), tmp_path, print)
+    assert done == [
+        ("dense", 3, 1, True, None),
+        ("mine", 3, 0, True, None),
+        ("mine", 1, 1, False, "mine-separate"),
+    ]
+    (workload,) = record["workloads"]
+    dense, mine = workload["variants"]["dense"], workload["variants"]["mine"]
+    assert dense["step_seconds"] == dense["breakdown"]["step_seconds"] == 0.02
+    assert mine["step_seconds"] == 0.02 and mine["breakdown"]["step_seconds"] == 0.03
+    kernels = sum(group["microseconds"] for group in mine["breakdown"]["groups"].values())
+    assert mine["breakdown"]["idle_microseconds"] == pytest.approx(0.03e6 - kernels)
+
+
 def test_one_variant_alone_has_no_speedup(variants):
     summary = summarize({"mine": variants["mine"]}, PLAN)
     assert "speedup" not in summary["workloads"][0]["variants"]["mine"]

@@ -168,6 +168,18 @@ def test_equal_to_the_reference(
     assert counts[:, 0].tolist() == [5, 0, 6]
 
 
+@pytest.mark.parametrize(("page_score", "landmarks_per_page"), [RECIPES[0], RECIPES[2]])
+def test_rows_that_several_programs_score(sparrow_attention, triton_kernels, device, page_score, landmarks_per_page):
+    # Of 282, 131 and 20 pages: three programs, or more, two and one.
+    batch = make_batch([4501, 2090, 320], kv_heads=1, head_dim=64, dtype=torch.float16, seed=12).placed(device)
+    recipe = {"page_score": page_score, "landmarks_per_page": landmarks_per_page}
+    landmarks = landmarks_of(sparrow_attention, batch, 16, landmarks_per_page)
+    decoder = make_decoder(triton_kernels, batch, **recipe)
+    for top_k in (9, 60):  # the second time, what the first has left
+        _, counts = check_step(sparrow_attention, decoder, batch, [top_k], landmarks, **recipe)
+        assert counts[:, 0].tolist() == [top_k + 3, top_k + 3, min(top_k + 3, 20)]
+
+
 @pytest.mark.skipif(not ON_GPU, reason="too long for Triton's interpreter")
 @pytest.mark.parametrize(("page_score", "landmarks_per_page"), [RECIPES[0], RECIPES[2]])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -420,6 +432,29 @@ def test_a_step_without_rows(sparrow_attention, triton_kernels, device):
         output=torch.zeros_like(none[0]),
     )
     assert output.shape == (0, 4, 64) and not decoder.totals.any()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_launches_that_overlap_give_the_same_bits(sparrow_attention, triton_kernels, device, monkeypatch):
+    # Long rows to choose from and little to attend to: whoever did not wait would read what is not there yet.
+    lengths = [20000, 0, 19000, 16, 40, 12345] * 8
+    batch = make_batch(lengths, head_dim=128, dtype=torch.bfloat16, seed=13).placed(device)
+    landmarks, table = landmarks_of(sparrow_attention, batch), device_table(batch, [4])
+    monkeypatch.setenv("SPARROW_ATTENTION_OVERLAP", "0")
+    apart = make_decoder(triton_kernels, batch)
+    monkeypatch.delenv("SPARROW_ATTENTION_OVERLAP")
+    overlapping = make_decoder(triton_kernels, batch)
+    assert apart._signals is None
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("launches overlap from Hopper on")
+    expected = apart(*batch.tensors, table, landmarks, output=torch.full_like(batch.query, torch.nan))
+    for _ in range(20):
+        overlapping._kept.zero_()
+        overlapping._counts.zero_()
+        overlapping._partial_output.fill_(torch.nan)
+        output = torch.full_like(batch.query, torch.nan)
+        assert torch.equal(overlapping(*batch.tensors, table, landmarks, output=output), expected)
+        assert not overlapping._signals[0].any() and not overlapping._arrived.any()
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")

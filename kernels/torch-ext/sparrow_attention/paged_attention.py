@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import strides
+from .launching import signal, strides, wait_for
 
 
 __all__ = ["attend_to_kept_pages", "num_splits"]
@@ -42,6 +42,7 @@ def attend_to_kept_pages(
     *,
     page_size: int,
     scale: float,
+    signals: tuple[torch.Tensor, torch.Tensor, int] | None = None,
 ) -> None:
     """
     Softmax attention of every row over the tokens of the pages that its kv heads keep.
@@ -65,12 +66,21 @@ def attend_to_kept_pages(
             Tokens in a page.
         scale (`float`):
             Factor of the attention logits.
+        signals (`tuple`, *optional*):
+            `ready` and `done`, both int32 of shape `[rows, kv_heads]`, and the number that `ready` rises to for each
+            row and head. With them, programs start while the launch before this one, of
+            [`choose_pages`][sparrow_attention.paged_selection.choose_pages], still runs, and wait for their row and
+            head alone; so do those that merge.
     """
     rows, q_heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
     splits = num_splits(rows, kv_heads)
     taper = rows * kv_heads * splits >= TAPER_FROM
     head_dim_pad = triton.next_power_of_2(head_dim)
+    overlap = signals is not None
+    ready, done, num_ready = signals or (counts, counts, 0)
+    # Only launches that overlap name the option, which Triton's backends for other devices do not know.
+    overlapping = {"launch_pdl": True} if overlap else {}
     _attend_kernel[(kv_heads, rows, splits)](
         query,
         key_cache,
@@ -81,13 +91,17 @@ def attend_to_kept_pages(
         counts,
         partial_output,
         partial_lse,
+        ready,
+        done,
         *strides(query, 2),
         *strides(key_cache, 3),
         block_table.stride(0),
         *strides(kept, 2),
         scale * 1.4426950408889634,  # for base-2 exponentials
         splits,
+        num_ready,
         TAPER=taper,
+        OVERLAP=overlap,
         KV_HEADS=kv_heads,
         GROUP=q_heads // kv_heads,
         GROUP_PAD=max(16, triton.next_power_of_2(q_heads // kv_heads)),
@@ -98,21 +112,26 @@ def attend_to_kept_pages(
         D_PAD=head_dim_pad,
         num_warps=2,
         num_stages=2,
+        **overlapping,
     )
     _merge_kernel[(q_heads, rows)](
         partial_output,
         partial_lse,
         counts,
         output,
+        ready,
+        done,
         *strides(output, 2),
         splits,
         TAPER=taper,
+        OVERLAP=overlap,
         KV_HEADS=kv_heads,
         GROUP=q_heads // kv_heads,
         SPLITS_PAD=splits,
         D=head_dim,
         D_PAD=head_dim_pad,
         num_warps=1 if splits <= 16 else 4,
+        **overlapping,
     )
 
 
@@ -130,7 +149,7 @@ def _split_range(count, split, splits, TAPER: tl.constexpr):
     return begin, end
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "num_ready"])
 def _attend_kernel(
     query_ptr,
     key_ptr,
@@ -141,6 +160,8 @@ def _attend_kernel(
     count_ptr,
     output_ptr,
     lse_ptr,
+    ready_ptr,
+    done_ptr,
     query_row,
     query_head,
     cache_block,
@@ -151,7 +172,9 @@ def _attend_kernel(
     kept_head,
     scale,
     splits,
+    num_ready,
     TAPER: tl.constexpr,
+    OVERLAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -166,9 +189,15 @@ def _attend_kernel(
     row = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_len_ptr + row)
+    done_ptr += row * KV_HEADS + head
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        wait_for(ready_ptr + row * KV_HEADS + head, num_ready)
     count = tl.load(count_ptr + row * KV_HEADS + head)
     begin, end = _split_range(count, split, splits, TAPER)
     if begin == end:
+        if OVERLAP:
+            signal(done_ptr)
         return
     num_pages = tl.cdiv(seq_len, PAGE)
     last_tokens = seq_len - (num_pages - 1) * PAGE
@@ -227,6 +256,8 @@ def _attend_kernel(
         mask=(g[:, None] < GROUP) & (d[None, :] < D),
     )
     tl.store(lse_ptr + part, highest + tl.log2(total), mask=g < GROUP)
+    if OVERLAP:
+        signal(done_ptr)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -235,10 +266,13 @@ def _merge_kernel(
     lse_ptr,
     count_ptr,
     output_ptr,
+    ready_ptr,
+    done_ptr,
     output_row,
     output_head,
     splits,
     TAPER: tl.constexpr,
+    OVERLAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
@@ -247,6 +281,9 @@ def _merge_kernel(
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
+    if OVERLAP:
+        wait_for(done_ptr + row * KV_HEADS + head // GROUP, splits)
+        tl.store(ready_ptr + row * KV_HEADS + head // GROUP, 0)
     count = tl.load(count_ptr + row * KV_HEADS + head // GROUP)
     s = tl.arange(0, SPLITS_PAD)
     begin, end = _split_range(count, s, splits, TAPER)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .launching import can_overlap
 from .paged_attention import attend_to_kept_pages, num_splits
-from .paged_selection import MAX_PAGES, choose_pages
+from .paged_selection import MAX_PAGES, choose_pages, num_ready
 from .validation import check_heads, check_integers, check_recipe, check_shape
 
 
@@ -42,10 +43,11 @@ class PagedDecoder:
     [Sparrow paper](https://huggingface.co/papers/2606.08446)) on a GPU. The reference is
     [`sparse_decode_attention`][sparrow_attention.sparse_decode_attention].
 
-    A step launches three kernels, which choose the pages, attend to them and merge the partial results. The first of them
-    also writes new keys and values into the cache, when a step is given some. A step allocates nothing, never waits for the device, and reads lengths and budgets there, so it may be captured in a CUDA graph and
-    replayed while `seq_lens`, `block_table`, `dense_until`, the top-k table or `set_reserved` change. One decoder
-    serves all layers of a model, one after the other.
+    A step launches three kernels, which choose the pages, attend to them and merge the partial results. The first also
+    writes new keys and values into the cache, when a step is given some. A step allocates nothing, never waits for
+    the device, and reads lengths and budgets there, so it may be captured in a CUDA graph and replayed while
+    `seq_lens`, `block_table`, `dense_until`, the top-k table or `set_reserved` change. One decoder serves all layers
+    of a model, one after the other.
 
     Args:
         max_rows (`int`):
@@ -116,6 +118,9 @@ class PagedDecoder:
         self._partial_lse = buffer(parts, dtype=torch.float32)
         self._never_dense = buffer(max_rows, dtype=torch.int32)
         self._reserved = buffer(2, dtype=torch.int32)
+        self._arrived = buffer(max_rows, kv_heads, dtype=torch.int32)
+        overlap = can_overlap(self._arrived.device)
+        self._signals = buffer(2, max_rows, kv_heads, dtype=torch.int32) if overlap else None
         self.totals = buffer(2, max_rows, kv_heads, dtype=torch.int64)
         self.set_reserved(sink_pages, recent_pages)
 
@@ -200,6 +205,7 @@ class PagedDecoder:
             return output
         budget = (top_k_table, self._reserved, self._never_dense[:rows] if dense_until is None else dense_until)
         scores, kept, counts = self._scores[:rows], self._kept[:rows], self._counts[:rows]
+        signals = None if self._signals is None else tuple(self._signals[:, :rows])
         choose_pages(
             query,
             landmarks,
@@ -213,6 +219,8 @@ class PagedDecoder:
             page_size=self.page_size,
             softmax=self.softmax,
             append=append,
+            arrived=self._arrived,
+            signals=signals,
         )
         attend_to_kept_pages(
             query,
@@ -227,5 +235,6 @@ class PagedDecoder:
             output,
             page_size=self.page_size,
             scale=head_dim**-0.5 if scale is None else scale,
+            signals=None if signals is None else (*signals, num_ready(append)),
         )
         return output

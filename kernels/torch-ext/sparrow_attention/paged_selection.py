@@ -1,7 +1,7 @@
 """
-Page selection for a decode step over a paged KV cache, in one Triton kernel: for each row and kv head a program scores
-the candidate pages from their landmarks, finds the best of them and lists what is kept. The reference is
-[`select_pages`][sparrow_attention.select_pages].
+Page selection for a decode step over a paged KV cache, in one Triton kernel: for each row and kv head, programs score
+the candidate pages from their landmarks, and the one that is done last finds the best of them and lists what is kept.
+The reference is [`select_pages`][sparrow_attention.select_pages].
 
 The same launch may write the rows' new keys and values into the cache, and the landmarks of pages that they complete:
 their pages are among the recent ones, which are not scored, so neither waits for the other.
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import strides
+from .launching import signal, strides
 from .paged_landmarks import largest_landmark, write_landmarks
 
 
@@ -24,6 +24,12 @@ __all__ = ["MAX_PAGES", "choose_pages", "score_pages", "select_scored_pages"]
 
 # Longest row that one program can hold the scores of in registers.
 MAX_PAGES = 8192
+# Programs that score, if the pages of a row and head are split between up to `MAX_SPLITS` of them: enough for a device
+# that reads landmarks as fast as it can.
+PROGRAMS = 1024
+MAX_SPLITS = 8
+# Rows times heads up to which one program reads 128 landmarks at a time.
+LONG_READS_UNTIL = 256
 
 
 def choose_pages(
@@ -40,6 +46,8 @@ def choose_pages(
     page_size: int,
     softmax: bool,
     append: tuple[torch.Tensor, ...] | None = None,
+    arrived: torch.Tensor | None = None,
+    signals: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """
     List the pages that each kv head keeps: the best-scored candidates, ties to the lower index, and the reserved ones.
@@ -75,10 +83,24 @@ def choose_pages(
             What to write into the cache: `key` and `value`, both `[rows, kv_heads, head_dim]`; `key_cache` and
             `value_cache`, both `[blocks, kv_heads, block_size, head_dim]` and of the same strides;
             `slot_mapping [rows]`, as [`update_landmarks`][sparrow_attention.update_landmarks] takes it.
+        arrived (`torch.Tensor` of shape `[rows, kv_heads]`, *optional*):
+            int32 scratch, zero before and after. With it, several programs score the pages of a row and head.
+        signals (`tuple` of `torch.Tensor`, *optional*):
+            `ready` and `done`, both int32 of shape `[rows, kv_heads]`, for launches that begin before this one has
+            ended: `ready` rises by [`num_ready`][sparrow_attention.paged_selection.num_ready] once all that is written
+            for a row and head can be read, and `done` is set to zero before.
     """
     lists = (kept, counts, totals)
     pages_per_block = landmarks.shape[2]
-    _launch(query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax, append)
+    _launch(
+        query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax, append,
+        arrived, signals,
+    )  # fmt: skip
+
+
+def num_ready(append: tuple[torch.Tensor, ...] | None) -> int:
+    """How far `ready` rises for each row and head: once for the list, once for what `append` has written."""
+    return 1 if append is None else 2
 
 
 def score_pages(
@@ -115,24 +137,27 @@ def select_scored_pages(
 
 
 def _launch(
-    query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax, append=None
-):
+    query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax, append=None,
+    arrived=None, signals=None,
+):  # fmt: skip
     rows, kv_heads, queries, max_pages = scores.shape
     group, head_dim, landmarks_per_page = queries, 64, 1
-    query_strides, landmark_strides, list_strides = (0, 0), (0,) * 4, (0,) * 5
+    query_strides, landmark_strides, list_strides = (0, 0), (0,) * 4, (0,) * 4
     if query is not None:
         group, head_dim, landmarks_per_page = query.shape[1] // kv_heads, query.shape[2], landmarks.shape[3]
         query_strides, landmark_strides = strides(query, 2), strides(landmarks, 4)
     if lists is not None:
         kept, counts, totals = lists
-        list_strides = (*strides(kept, 2), *strides(counts, 1), *totals.stride()[:2])
+        list_strides = (*strides(kept, 2), *totals.stride()[:2])
     append_strides = (0,) * 7
     if append is not None:
         key, value, key_cache, value_cache, slot_mapping = append
         append_strides = (*strides(key, 2), *strides(value, 2), *strides(key_cache, 3))
     head_dim_pad = triton.next_power_of_2(head_dim)
-    # What a part that does not run would read or write is never touched.
-    _choose_pages_kernel[(kv_heads, rows, 1 if append is None else 2)](
+    splits = 1 if arrived is None else max(1, min(MAX_SPLITS, -(-PROGRAMS // (rows * kv_heads))))
+    # Rows one after the other, so that the first of them are listed while others are scored. What a part that does not
+    # run would read or write is never touched.
+    _choose_pages_kernel[(splits + (append is not None), kv_heads, rows)](
         scores if query is None else query,
         scores if query is None else landmarks,
         block_table,
@@ -141,6 +166,8 @@ def _launch(
         scores,
         *(lists or (scores, scores, scores)),
         *(append or (scores,) * 5),
+        scores if arrived is None else arrived,
+        *(signals or (scores, scores)),
         *query_strides,
         *landmark_strides,
         block_table.stride(0),
@@ -149,6 +176,8 @@ def _launch(
         *append_strides,
         budget[0].shape[0],
         head_dim**-0.5,
+        splits,
+        KV_HEADS=kv_heads,
         PAGE=page_size,
         PAGES_PER_BLOCK=pages_per_block,
         RUNS=landmarks_per_page,
@@ -156,12 +185,17 @@ def _launch(
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
         D=head_dim,
         D_PAD=head_dim_pad,
-        BLOCK=min(128, 2**14 // head_dim_pad) // landmarks_per_page,
+        # Few programs read more pages at a time; with many, those of short rows end sooner.
+        BLOCK=min(
+            128 if rows * kv_heads <= LONG_READS_UNTIL else 64, min(128, 2**14 // head_dim_pad) // landmarks_per_page
+        ),
         SOFTMAX=softmax,
         MAX_PAGES=max(512, triton.next_power_of_2(max_pages)),
         SCORE=query is not None,
         SELECT=lists is not None,
         APPEND=append is not None,
+        SPLIT=arrived is not None,
+        SIGNAL=signals is not None,
         LARGEST=None if landmarks is None else largest_landmark(landmarks),
         num_warps=4,
         num_stages=3,
@@ -187,6 +221,7 @@ def _score_candidates(
     landmark_ptr,
     block_table_ptr,
     score_ptr,
+    first,
     last,
     query_head,
     landmark_block,
@@ -203,7 +238,7 @@ def _score_candidates(
     BLOCK: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
-    """Write the scores of the pages before `last` of one row and head."""
+    """Write the scores of the pages from `first` on and before `last` of one row and head."""
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
     q = tl.load(
@@ -213,7 +248,7 @@ def _score_candidates(
     HALVES: tl.constexpr = q.dtype == tl.bfloat16 and landmark_ptr.dtype.element_ty.primitive_bitwidth == 8
     dtype: tl.constexpr = tl.float16 if HALVES else q.dtype
     q = tl.trans(q.to(dtype))
-    for start in range(0, last, BLOCK):
+    for start in range(first, last, BLOCK):
         page = start + tl.arange(0, BLOCK)
         inside = page < last
         block = tl.load(block_table_ptr + page // PAGES_PER_BLOCK, mask=inside, other=0)
@@ -283,6 +318,8 @@ def _list_best_pages(
     WIDTH: tl.constexpr,
 ):
     page = tl.arange(0, WIDTH)
+    # Read early, needed late.
+    block = tl.load(block_table_ptr + page // PAGES_PER_BLOCK, mask=page < num_pages, other=0)
     candidate = (page >= sink) & (page < num_pages - recent)
     key = _selection_keys(score_ptr, page, candidate, score_query, QUERIES, SOFTMAX)
     # Narrow down a threshold that exactly top_k keys reach or, among ties, the key of the last one kept: by the counts
@@ -317,7 +354,6 @@ def _list_best_pages(
         kept = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
     kept = kept | ((page < num_pages) & (candidate == 0))
     slot = tl.cumsum(kept.to(tl.int32), 0) - 1
-    block = tl.load(block_table_ptr + page // PAGES_PER_BLOCK, mask=kept, other=0)
     tl.store(kept_ptr + slot, block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK, mask=kept)
 
 
@@ -375,6 +411,9 @@ def _choose_pages_kernel(
     key_ptr,
     value_ptr,
     slot_ptr,
+    arrived_ptr,
+    ready_ptr,
+    done_ptr,
     query_row,
     query_head,
     landmark_block,
@@ -387,7 +426,6 @@ def _choose_pages_kernel(
     score_query,
     kept_row,
     kept_head,
-    count_row,
     total_kind,
     total_row,
     new_key_row,
@@ -399,6 +437,8 @@ def _choose_pages_kernel(
     cache_token,
     table_len,
     scale,
+    splits,
+    KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     PAGES_PER_BLOCK: tl.constexpr,
     RUNS: tl.constexpr,
@@ -412,12 +452,18 @@ def _choose_pages_kernel(
     SCORE: tl.constexpr,
     SELECT: tl.constexpr,
     APPEND: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SIGNAL: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    row = tl.program_id(1)
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    ready_ptr += row * KV_HEADS + head
+    if SIGNAL:
+        tl.extra.cuda.gdc_launch_dependents()
     if APPEND:
-        if tl.program_id(2) == 1:
+        if split == splits:
             _append_token(
                 new_key_ptr + row.to(tl.int64) * new_key_row + head * new_key_head,
                 new_value_ptr + row.to(tl.int64) * new_value_row + head * new_value_head,
@@ -425,31 +471,52 @@ def _choose_pages_kernel(
                 landmark_ptr + head * landmark_head, cache_block, cache_token, landmark_block, landmark_page,
                 landmark_run, PAGE, PAGES_PER_BLOCK, RUNS, D, D_PAD, LARGEST,
             )  # fmt: skip
+            if SIGNAL:
+                signal(ready_ptr)
             return
     seq_len, dense_until, num_pages, top_k, sink, recent, keep_all = _row_budget(
         row, seq_len_ptr, table_ptr, reserved_ptr, dense_until_ptr, table_len, PAGE
     )
     if SELECT:
-        count = tl.where(keep_all, num_pages, top_k + sink + recent)
-        tl.store(count_ptr + row * count_row + head, count)
-        if seq_len > dense_until:
-            # No other program writes these two: atomics only because nothing then waits for what was there.
-            total = total_ptr + row * total_row + head
-            tl.atomic_add(total, count.to(tl.int64), sem="relaxed")
-            tl.atomic_add(total + total_kind, num_pages.to(tl.int64), sem="relaxed")
+        if split == 0:
+            count = tl.where(keep_all, num_pages, top_k + sink + recent)
+            tl.store(count_ptr + row * KV_HEADS + head, count)
+            if seq_len > dense_until:
+                # No other program writes these two: atomics only because nothing then waits for what was there.
+                total = total_ptr + row * total_row + head
+                tl.atomic_add(total, count.to(tl.int64), sem="relaxed")
+                tl.atomic_add(total + total_kind, num_pages.to(tl.int64), sem="relaxed")
+            if SIGNAL:
+                tl.store(done_ptr + row * KV_HEADS + head, 0)
+                if keep_all:
+                    signal(ready_ptr)
     if keep_all:
         return
     score_ptr += row.to(tl.int64) * score_row + head * score_head
     block_table_ptr += row.to(tl.int64) * table_row
+    last = num_pages - recent
+    size = tl.cdiv(tl.cdiv(last, BLOCK), splits) * BLOCK
+    if split * size >= last:
+        return
     if SCORE:
         _score_candidates(
             query_ptr + row.to(tl.int64) * query_row + head * GROUP * query_head, landmark_ptr + head * landmark_head,
-            block_table_ptr, score_ptr, num_pages - recent, query_head, landmark_block, landmark_page, landmark_run,
-            score_query, scale, PAGES_PER_BLOCK, RUNS, GROUP, GROUP_PAD, D, D_PAD, BLOCK, SOFTMAX,
+            block_table_ptr, score_ptr, split * size, tl.minimum(split * size + size, last), query_head,
+            landmark_block, landmark_page, landmark_run, score_query, scale, PAGES_PER_BLOCK, RUNS, GROUP, GROUP_PAD,
+            D, D_PAD, BLOCK, SOFTMAX,
         )  # fmt: skip
     if SCORE and SELECT:
-        # What each thread wrote is now read by others of the program.
+        # What each thread wrote is now read by others of the program, and perhaps of another one.
         tl.debug_barrier()
+        if SPLIT:
+            arrived_ptr += row * KV_HEADS + head
+            others = tl.cdiv(last, size) - 1
+            arrived = 0
+            if others > 0:
+                arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
+            if arrived != others:
+                return
+            tl.store(arrived_ptr, 0)
     if SELECT:
         kept_ptr += row.to(tl.int64) * kept_row + head * kept_head
         QUERIES: tl.constexpr = GROUP if SOFTMAX else 1
@@ -473,3 +540,5 @@ def _choose_pages_kernel(
             if MAX_PAGES >= 8192:
                 _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
                                  PAGES_PER_BLOCK, QUERIES, SOFTMAX, 8192)  # fmt: skip
+        if SIGNAL:
+            signal(ready_ptr)
