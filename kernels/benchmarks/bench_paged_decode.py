@@ -171,7 +171,9 @@ class Step:
                 decoder._scores.nbytes,
             ),
             "scoring and selection": (
-                lambda i: choose_pages(self.query, self.landmarks[i % 2], *place, *lists, **common),
+                lambda i: choose_pages(
+                    self.query, self.landmarks[i % 2], *place, *lists, **common, arrived=decoder._arrived
+                ),
                 landmark_bytes,
             ),
             f"attention and merge, {num_splits(self.rows, args.kv_heads)} splits": (
@@ -191,7 +193,7 @@ class Step:
                 ),
                 kept_bytes,
             ),
-            "whole step": (self.decode, kept_bytes + landmark_bytes),
+            "whole step, launches overlapping": (self.decode, kept_bytes + landmark_bytes),
         }
 
 
