@@ -58,7 +58,13 @@ def build(model, schedule=SCHEDULE, **kwargs):
         "kernel_config": {"enable_jit_warmup": False},
         **kwargs.pop("engine_kwargs", EAGER),
     }
-    defaults = {"max_model_length": 1024, "max_num_seqs": 16, "max_completion_length": 80}
+    # vLLM wants this share of the memory to be free, though the KV cache has a size of its own.
+    defaults = {
+        "gpu_memory_utilization": 0.3,
+        "max_model_length": 1024,
+        "max_num_seqs": 16,
+        "max_completion_length": 80,
+    }
     return SparseVLLMGeneration(
         model,
         Accelerator(),
