@@ -16,6 +16,7 @@ import logging
 import weakref
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -184,9 +185,9 @@ def attach_sparse_rollout(worker) -> SparseRolloutState:
     state.reset_counters()  # of what warming up has counted
     state.attention_backend = ", ".join(sorted({type(impl).__name__ for impl in impls.values()}))
     if hasattr(runner, "input_batch"):  # model runner V1
-        state.prompt_lengths = lambda common: runner.input_batch.num_prompt_tokens_cpu_tensor[: common.num_reqs]
+        state.prompt_lengths = lambda common: runner.input_batch.num_prompt_tokens[: common.num_reqs]
     elif hasattr(runner, "req_states"):  # model runner V2, whose batches are not in the order of its table
-        state.prompt_lengths = lambda common: torch.from_numpy(runner.req_states.prompt_len.np[common.req_idx])
+        state.prompt_lengths = lambda common: runner.req_states.prompt_len.np[common.req_idx]
     else:
         raise RuntimeError(
             f"{type(runner).__module__}.{type(runner).__name__} has neither `input_batch` nor `req_states` to read "
@@ -218,52 +219,53 @@ class SparseRows:
 
 @dataclass
 class BatchLengths:
-    """Lengths of a batch's requests, int64 on the host, each of shape `[requests]`.
+    """Lengths of a batch's requests on the host, each of shape `[requests]`.
+
+    In NumPy, whose calls cost a fraction of PyTorch's: short steps end before the host has prepared the next.
 
     Args:
-        starts (`torch.Tensor`): Index of each request's first token in the flat batch.
-        query_lens (`torch.Tensor`): Tokens of each request in the batch.
-        seq_lens (`torch.Tensor`): Its tokens up to and including those.
-        prompt_lengths (`torch.Tensor`): Tokens of its prompt.
+        starts (`numpy.ndarray`): Index of each request's first token in the flat batch.
+        query_lens (`numpy.ndarray`): Tokens of each request in the batch.
+        seq_lens (`numpy.ndarray`): Its tokens up to and including those.
+        prompt_lengths (`numpy.ndarray`): Tokens of its prompt.
     """
 
-    starts: torch.Tensor
-    query_lens: torch.Tensor
-    seq_lens: torch.Tensor
-    prompt_lengths: torch.Tensor
+    starts: np.ndarray
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    prompt_lengths: np.ndarray
 
     @classmethod
     def of(cls, common, state: SparseRolloutState) -> "BatchLengths":
         """Read them from a `CommonAttentionMetadata`, without waiting for the device."""
-        starts = common.query_start_loc_cpu[: common.num_reqs + 1].long()
-        query_lens = starts.diff()
+        starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]
+        query_lens = starts[1:] - starts[:-1]
         # Exact where no draft tokens are verified.
-        seq_lens = common.seq_lens_cpu_upper_bound[: common.num_reqs].long()
-        prompt_lengths = torch.zeros_like(seq_lens)
+        seq_lens = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs]
+        prompt_lengths = np.zeros_like(seq_lens)
         if state.prompt_lengths is not None:
-            known = state.prompt_lengths(common).long()
+            known = state.prompt_lengths(common)
             prompt_lengths[: len(known)] = known  # rows that only fill a graph's batch up have no request
         else:
             prefilling = query_lens > 1
             if common.is_prefilling is not None:
-                prefilling[: len(common.is_prefilling)] = common.is_prefilling[: common.num_reqs].cpu()
-            prompt_lengths = torch.where(prefilling, seq_lens, prompt_lengths)
+                prefilling[: len(common.is_prefilling)] = common.is_prefilling[: common.num_reqs].cpu().numpy()
+            prompt_lengths = np.where(prefilling, seq_lens, prompt_lengths)
             state.counted.unattributed_tokens += int(query_lens[prefilling].sum())
         return cls(starts[:-1], query_lens, seq_lens, prompt_lengths)
 
-    def sparse_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sparse_tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Index in the flat batch, request and length of each token past its request's prompt."""
-        requests = torch.repeat_interleave(torch.arange(len(self.starts)), self.query_lens)
-        token = torch.arange(len(requests))
-        lengths = (self.seq_lens - self.query_lens - self.starts)[requests] + token + 1
-        tokens = torch.nonzero(lengths > self.prompt_lengths[requests]).squeeze(1)
+        requests = np.arange(len(self.starts)).repeat(self.query_lens)
+        lengths = (self.seq_lens - self.query_lens - self.starts)[requests] + np.arange(len(requests)) + 1
+        tokens = np.flatnonzero(lengths > self.prompt_lengths[requests])
         return tokens, requests[tokens], lengths[tokens]
 
 
 def find_sparse_rows(common, state: SparseRolloutState) -> SparseRows | None:
     """Find the tokens past their request's prompt in a batch described by a `CommonAttentionMetadata`."""
     lengths = BatchLengths.of(common, state)
-    tokens, requests, seq_lens = lengths.sparse_tokens()
+    tokens, requests, seq_lens = map(torch.from_numpy, lengths.sparse_tokens())
     if not len(tokens):
         return None
     state.counted.sparse_tokens += len(tokens)

@@ -8,6 +8,7 @@ a captured CUDA graph serves every schedule of the page structure that the engin
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.models.utils import extract_layer_index
@@ -53,7 +54,7 @@ class DecodeBuffers:
         # One row per layer: which layers are dense may change without a new capture, too.
         self.tables = torch.empty((num_layers, len(table)), dtype=torch.int32, device=device)
         self.dense_until = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._dense_until = torch.zeros(max_rows, dtype=torch.int32)
+        self._dense_until = np.zeros(max_rows, dtype=np.int32)
         self.set_schedule(state.schedule)
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
@@ -62,13 +63,13 @@ class DecodeBuffers:
         self.tables.copy_(torch.stack(tables))
         self.decoder.set_reserved(schedule.sink_pages, schedule.recent_pages)
 
-    def hold_dense_until(self, lengths: torch.Tensor) -> torch.Tensor:
+    def hold_dense_until(self, lengths: np.ndarray) -> torch.Tensor:
         """The length up to which each row keeps all pages, on the device. Copied only when it changes."""
         rows = len(lengths)
-        if not torch.equal(lengths, self._dense_until[:rows]):
+        if not np.array_equal(lengths, self._dense_until[:rows]):
             self._dense_until[:rows] = lengths
             # From ordinary memory, which the driver reads before it returns: the next step may overwrite it.
-            self.dense_until[:rows].copy_(self._dense_until[:rows], non_blocking=True)
+            self.dense_until[:rows].copy_(torch.from_numpy(self._dense_until[:rows]), non_blocking=True)
         return self.dense_until[:rows]
 
 
@@ -192,24 +193,25 @@ class SparseFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
                     state, self.vllm_config, self.num_heads_q, self.num_heads_kv, self.headdim, self.device
                 )
         lengths = BatchLengths.of(common, state)
-        several = torch.nonzero(lengths.query_lens > 1)
-        decodes = int(several[0]) if len(several) else common.num_reqs
+        several = lengths.query_lens > 1
+        decodes = int(several.argmax()) if several.any() else common.num_reqs
         rows = []
         if decodes:
-            until = torch.full_like(lengths.prompt_lengths, 2**31 - 1) if state.dense else lengths.prompt_lengths
+            until = np.full(decodes, 2**31 - 1) if state.dense else lengths.prompt_lengths[:decodes]
             rows.append(
                 DecodeRows(
                     slice(0, decodes),
                     common.block_table_tensor[:decodes],
                     common.seq_lens[:decodes],
-                    state.decode_buffers.hold_dense_until(until[:decodes].int()),
+                    state.decode_buffers.hold_dense_until(until),
                 )
             )
         if decodes == common.num_reqs:
             # No layer runs FlashAttention, so its schedule need not be made.
             metadata = super().build(0, common, fast_build=True)
             metadata.first_prefill_token = None
-            num_sparse = int(((lengths.seq_lens > lengths.prompt_lengths) & (lengths.query_lens > 0)).sum())
+            past_prompt = (lengths.seq_lens > lengths.prompt_lengths) & (lengths.query_lens > 0)
+            num_sparse = int(np.count_nonzero(past_prompt))
         else:
             metadata = super().build(0, _without_decodes(common, decodes), fast_build)
             metadata.first_prefill_token = decodes
@@ -224,10 +226,10 @@ class SparseFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.decode_rows = rows
         return metadata
 
-    def _recomputed_rows(self, common, *tokens: torch.Tensor) -> list[DecodeRows]:
+    def _recomputed_rows(self, common, *tokens: np.ndarray) -> list[DecodeRows]:
         """Rows, in steps that fit the decoder, of tokens whose index, request and length are given on the host."""
         max_rows = self.state.decode_buffers.decoder.max_rows
-        steps = zip(*(x.to(self.device).split(max_rows) for x in tokens), strict=True)
+        steps = zip(*(torch.from_numpy(x).to(self.device).split(max_rows) for x in tokens), strict=True)
         return [DecodeRows(index, common.block_table_tensor[row], length.int()) for index, row, length in steps]
 
 

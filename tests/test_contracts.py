@@ -12,6 +12,7 @@ import math
 from importlib.metadata import version
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -565,6 +566,7 @@ def test_fields_of_the_attention_metadata():
 
 
 def test_what_the_gpu_backend_overrides():
+    from vllm.model_executor.layers.attention import attention
     from vllm.v1.attention.backends import flash_attn
 
     backend = flash_attn.FlashAttentionBackend
@@ -572,6 +574,12 @@ def test_what_the_gpu_backend_overrides():
     check_parameters("vllm", "vllm_cuda_backend", backend.supported_kv_cache_layouts, [])
     assert backend.forward_includes_kv_cache_update is False, broken(
         "vllm", "vllm_cuda_backend", "keys are written inside forward, so do_kv_cache_update is not called"
+    )
+    # Decode steps put off the write of keys and values from the one operation to the other.
+    check_parameters("vllm", "vllm_cuda_backend", attention.get_attention_context, ["layer_name"])
+    order = inspect.getsource(attention.Attention.forward)
+    assert 0 < order.find("unified_kv_cache_update(") < order.find("unified_attention_with_output("), broken(
+        "vllm", "vllm_cuda_backend", "attention does not write the KV cache before it attends"
     )
     builder = flash_attn.FlashAttentionMetadataBuilder
     check_parameters(
@@ -707,8 +715,8 @@ def test_the_block_size_is_known_when_layers_are_built(build_generation, generat
 
 
 def test_the_runner_knows_every_prompt_length(generation, worker):
-    table = worker.model_runner.input_batch.num_prompt_tokens_cpu_tensor
-    assert isinstance(table, torch.Tensor) and table.device.type == "cpu", broken("vllm", "vllm_backend", "no table")
+    table = worker.model_runner.input_batch.num_prompt_tokens
+    assert isinstance(table, np.ndarray), broken("vllm", "vllm_backend", "no table")
     seen = []
     read = generation.state.prompt_lengths
     try:
@@ -718,7 +726,7 @@ def test_the_runner_knows_every_prompt_length(generation, worker):
     finally:
         generation.state.prompt_lengths = read
     assert sorted(seen[-1]) == sorted(map(len, PROMPTS)), broken(
-        "vllm", "vllm_backend", "num_prompt_tokens_cpu_tensor does not hold the prompt lengths of the rows in a step"
+        "vllm", "vllm_backend", "num_prompt_tokens does not hold the prompt lengths of the rows in a step"
     )
 
 

@@ -7,6 +7,7 @@ The kernels themselves are replaced by the reference here; `kernels/tests` compa
 import contextlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.forward_context import override_forward_context
@@ -425,7 +426,7 @@ def test_a_mixed_batch_attends_as_its_requests_do_alone(builder, state, impl, mo
 
 
 def test_tokens_past_the_prompt():
-    lengths = BatchLengths(*(torch.tensor(x) for x in ([0, 1, 2], [1, 1, 9], [5, 6, 9], [1, 6, 4])))
+    lengths = BatchLengths(*(np.array(x) for x in ([0, 1, 2], [1, 1, 9], [5, 6, 9], [1, 6, 4])))
     tokens, requests, seq_lens = lengths.sparse_tokens()
     assert tokens.tolist() == [0, 6, 7, 8, 9, 10] and requests.tolist() == [0] + [2] * 5
     assert seq_lens.tolist() == [5, 5, 6, 7, 8, 9]
