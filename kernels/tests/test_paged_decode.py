@@ -565,6 +565,24 @@ def test_refuses_steps_that_do_not_fit(sparrow_attention, triton_kernels, device
         make_decoder(triton_kernels, batch, max_rows=1)(**arguments)
 
 
+@pytest.mark.parametrize("launch", ["choose_pages", "attend_to_kept_pages"])
+def test_an_interrupted_step_leaves_no_signal(sparrow_attention, triton_kernels, device, monkeypatch, launch):
+    batch = make_batch([100, 60], head_dim=64, dtype=torch.float16).placed(device)
+    decoder = make_decoder(triton_kernels, batch)
+    decoder._signals = torch.full((2, 2, 2), 1, dtype=torch.int32, device=device)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    if not ON_GPU:  # where launches do not overlap
+        monkeypatch.setattr(triton_kernels.paged_decode, "choose_pages", lambda *args, **kwargs: None)
+    monkeypatch.setattr(triton_kernels.paged_decode, launch, interrupt)
+    landmarks = landmarks_of(sparrow_attention, batch)
+    with pytest.raises(KeyboardInterrupt):
+        decoder(*batch.tensors, device_table(batch, [1]), landmarks, output=torch.empty_like(batch.query))
+    assert not decoder._signals.any()
+
+
 def test_the_kernels_are_interpreted_where_there_is_no_gpu(triton_kernels, device):
     # Else the tests would compare nothing, or everything with itself.
     import triton.language as tl

@@ -206,35 +206,41 @@ class PagedDecoder:
         budget = (top_k_table, self._reserved, self._never_dense[:rows] if dense_until is None else dense_until)
         scores, kept, counts = self._scores[:rows], self._kept[:rows], self._counts[:rows]
         signals = None if self._signals is None else tuple(self._signals[:, :rows])
-        choose_pages(
-            query,
-            landmarks,
-            block_table,
-            seq_lens,
-            budget,
-            scores,
-            kept,
-            counts,
-            self.totals,
-            page_size=self.page_size,
-            softmax=self.softmax,
-            append=append,
-            arrived=self._arrived,
-            signals=signals,
-        )
-        attend_to_kept_pages(
-            query,
-            key_cache,
-            value_cache,
-            block_table,
-            seq_lens,
-            kept,
-            counts,
-            self._partial_output,
-            self._partial_lse,
-            output,
-            page_size=self.page_size,
-            scale=head_dim**-0.5 if scale is None else scale,
-            signals=None if signals is None else (*signals, num_ready(append)),
-        )
+        try:
+            choose_pages(
+                query,
+                landmarks,
+                block_table,
+                seq_lens,
+                budget,
+                scores,
+                kept,
+                counts,
+                self.totals,
+                page_size=self.page_size,
+                softmax=self.softmax,
+                append=append,
+                arrived=self._arrived,
+                signals=signals,
+            )
+            attend_to_kept_pages(
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                seq_lens,
+                kept,
+                counts,
+                self._partial_output,
+                self._partial_lse,
+                output,
+                page_size=self.page_size,
+                scale=head_dim**-0.5 if scale is None else scale,
+                signals=None if signals is None else (*signals, num_ready(append)),
+            )
+        except BaseException:
+            # A step that an interrupt cuts off between its launches must not tell the next one that all is ready.
+            if self._signals is not None:
+                self._signals.zero_()
+            raise
         return output
