@@ -24,8 +24,7 @@ __all__ = ["MAX_PAGES", "choose_pages", "score_pages", "select_scored_pages"]
 
 # Longest row that one program can hold the scores of in registers.
 MAX_PAGES = 8192
-# Programs that score, if the pages of a row and head are split between up to `MAX_SPLITS` of them: enough for a device
-# that reads landmarks as fast as it can.
+# Programs of a launch: the pages of a row and head are split between as many as that takes, up to `MAX_SPLITS`.
 PROGRAMS = 1024
 MAX_SPLITS = 8
 # Rows times heads up to which one program reads 128 landmarks at a time.
