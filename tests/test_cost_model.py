@@ -232,7 +232,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("prompt_tokens", [0, 37, 2000])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_rollout_is_the_sum_of_its_steps(schedule, prompt_tokens):
-    # Weights take 5 FLOPs a byte (the batch), keys and values 3: short steps are bound by compute, long ones by memory.
+    # Weights take 5 FLOPs a byte (the batch), keys and values 3: compute bounds short steps, memory long ones.
     hardware = Hardware("toy", peak_flops=3500, bandwidth=1000)
     seconds = rollout_seconds(SHAPE, hardware, 5, prompt_tokens, 6400, schedule, overhead_seconds=0.25)
     lengths = range(prompt_tokens + 1, prompt_tokens + 6401)
