@@ -32,9 +32,9 @@ from .bench_plan import (
     engine_arguments,
     integrate_rollout,
     largest_batch,
+    load_config,
     num_new_tokens,
     rollout_contexts,
-    shape_config,
 )
 from .bench_report import DENSE, compare_attention, draw, group_kernels
 from .bench_traffic import ModelShape, step_traffic
@@ -263,31 +263,24 @@ def prepare_job(job: dict[str, Any], plan: BenchPlan) -> dict[str, Any]:
 
 
 def _resolve_model(options: BenchOptions) -> tuple[str, ModelShape]:
-    from transformers import AutoConfig
     from vllm import envs
 
     element_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}.get(options.dtype)
     if element_bytes is None:
         raise ValueError(f"dtype must be bfloat16, float16 or float32, got {options.dtype!r}.")
     model = options.model
+    if model in MODEL_SHAPES and options.load_format != "dummy":
+        raise ValueError(
+            f"{model!r} is a shape without weights, which load_format={options.load_format!r} cannot load. Leave it "
+            "at 'dummy', or give the model's folder or Hub id."
+        )
+    config = load_config(model)
     if model in MODEL_SHAPES:
-        if options.load_format != "dummy":
-            raise ValueError(
-                f"{model!r} is a shape without weights, which load_format={options.load_format!r} cannot load. Leave "
-                "it at 'dummy', or give the model's folder or Hub id."
-            )
-        config = shape_config(model)
         # Always the same folder: its path is part of the key of vLLM's compile cache, which lies beside it.
         folder = Path(envs.VLLM_CACHE_ROOT) / "sparrow_trl" / model
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.json", config.to_json_string().encode())
         model = str(folder)
-    elif "/" not in model and not Path(model).exists():
-        raise ValueError(
-            f"There is no model shape, folder or Hub id {model!r}. The shapes are {', '.join(MODEL_SHAPES)}."
-        )
-    else:
-        config = AutoConfig.from_pretrained(model)
     return model, ModelShape.from_config(config, element_bytes)
 
 

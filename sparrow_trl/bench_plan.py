@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .bench_traffic import ModelShape, step_traffic
@@ -65,6 +66,27 @@ def shape_config(name: str):
     from transformers import Qwen3Config
 
     return Qwen3Config(**_QWEN3, **MODEL_SHAPES[name], architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
+
+
+def load_config(model: str):
+    """
+    transformers configuration of a model shape, or of the model in a folder or on the Hub.
+
+    Args:
+        model (`str`): One of `MODEL_SHAPES`, a folder, or a Hub id.
+
+    Raises:
+        ValueError: when it is none of these.
+    """
+    from transformers import AutoConfig
+
+    if model in MODEL_SHAPES:
+        return shape_config(model)
+    if "/" not in model and not Path(model).exists():
+        raise ValueError(
+            f"There is no model shape, folder or Hub id {model!r}. The shapes are {', '.join(MODEL_SHAPES)}."
+        )
+    return AutoConfig.from_pretrained(model)
 
 
 def num_new_tokens(num_steps: int, warmup: int, prefill_steps: int) -> int:

@@ -3,12 +3,12 @@
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .bench_traffic import StepTraffic
 from .json_files import write_atomically
+from .tables import Table
 
 
 # Name of the variant that runs vLLM's own attention. The others have the names of their schedules.
@@ -91,43 +91,16 @@ def compare_attention(variants: dict[str, dict[str, Any]]) -> None:
             }
 
 
-@dataclass
-class Table:
-    """
-    A table of text.
-
-    Args:
-        title (`str`): What it shows.
-        columns (`list[str]`): Headings.
-        rows (`list[list[str]]`, *optional*, defaults to `[]`): Cells.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-
-
 def print_tables(record: dict[str, Any], console) -> None:
     """Print what `bench.json` holds, `record` (`dict`), to a [`rich.console.Console`]."""
-    from rich.table import Table as RichTable
-
     console.print(describe(record))
     for table in tables(record):
-        rich_table = RichTable(title=table.title)
-        for index, column in enumerate(table.columns):
-            rich_table.add_column(column, justify="left" if index == 0 else "right")
-        for row in table.rows:
-            rich_table.add_row(*row)
-        console.print(rich_table)
+        table.print(console)
 
 
 def markdown_tables(record: dict[str, Any]) -> str:
     """The tables of what `bench.json` holds, `record` (`dict`), in Markdown, with the command and the machine."""
-    parts = [f"```bash\n{record['command']}\n```", describe(record)]
-    for table in tables(record):
-        lines = [table.columns, ["---", *["---:"] * (len(table.columns) - 1)], *table.rows]
-        parts.append(f"**{table.title}**")
-        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    parts = [f"```bash\n{record['command']}\n```", describe(record), *(t.to_markdown() for t in tables(record))]
     return "\n\n".join(parts) + "\n"
 
 

@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-# Columns of the tables where the output is no terminal.
-FILE_WIDTH = 140
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Run the command line.
@@ -36,6 +32,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sparrow-trl", description="Sparse rollouts for TRL.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_bench(commands)
+    _add_show(commands)
+    _add_estimate(commands)
     return parser
 
 
@@ -114,10 +112,9 @@ def _run_bench(args: argparse.Namespace) -> None:
     from .versions import check_version
 
     check_version("vllm")
-    from rich.console import Console
-
     from .bench import PICTURE_NAME, RESULT_NAME, BenchOptions, prepare_bench, run_bench
     from .bench_report import print_tables
+    from .tables import make_console
 
     rollout = args.profile == "rollout"
     if args.context and args.batch is None:
@@ -125,9 +122,7 @@ def _run_bench(args: argparse.Namespace) -> None:
     if args.batch is not None and not args.context and not rollout:
         raise ValueError("--batch needs --context or --profile rollout.")
     contexts, auto = args.context or [], args.batch == "auto"
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
+    console = make_console()
     options = BenchOptions(
         model=args.model,
         schedules=_load_schedules(args.schedules or []),
@@ -157,6 +152,100 @@ def _run_bench(args: argparse.Namespace) -> None:
         return
     print_tables(run_bench(options, args.output, console.print), console)
     console.print(f"Wrote {args.output / RESULT_NAME} and {args.output / PICTURE_NAME}.")
+
+
+SCHEDULE_HELP = "name of a preset, such as qwen3-1.7b-0.86, a folder, a file, or a Hub id"
+
+
+def _add_show(commands) -> None:
+    show = commands.add_parser(
+        "show",
+        help="print a schedule as a table",
+        description="Print a schedule: what a query reads at each cached length.",
+    )
+    show.set_defaults(run=_run_show)
+    add = show.add_argument
+    add("schedule", help=SCHEDULE_HELP)
+    add("--plot", type=Path, metavar="FILE", help="also draw it to this picture, such as schedule.png")
+
+
+def _run_show(args: argparse.Namespace) -> None:
+    from .schedule import SparsityScheduleConfig
+    from .schedule_report import describe_recipe, draw_schedule, schedule_tables
+    from .tables import make_console
+
+    schedule = SparsityScheduleConfig.resolve(args.schedule)
+    if args.plot:
+        draw_schedule(schedule, args.plot)
+    console = make_console()
+    console.print(describe_recipe(schedule))
+    for table in schedule_tables(schedule):
+        table.print(console)
+    if args.plot:
+        console.print(f"Wrote {args.plot}.")
+
+
+def _add_estimate(commands) -> None:
+    estimate = commands.add_parser(
+        "estimate",
+        help="predict what a schedule gains on a model",
+        description="Predict the speedup of sparse rollouts over dense ones, by the Sparrow paper's cost formula and "
+        "by the least time of each decode step: what it reads over the bandwidth, or its computation.",
+    )
+    estimate.set_defaults(run=_run_estimate)
+    add = estimate.add_argument
+    add("--model", required=True, help="qwen3-1.7b, -4b, -8b or -14b, a folder with a config.json, or a Hub id")
+    add(
+        "--schedule",
+        dest="schedules",
+        action="append",
+        required=True,
+        metavar="S",
+        help=f"{SCHEDULE_HELP}; repeatable",
+    )
+    add("--hardware", default="H200", help="H200, H100, A100, B200 or L40S (%(default)s)")
+    add("--peak-tflops", type=float, metavar="TFLOPS", help="with --bandwidth: figures of another device (bfloat16)")
+    add("--bandwidth", type=float, metavar="TB/S", help="of its memory")
+    add("--batch", type=_positive, default=32, metavar="N", help="sequences that decode together (%(default)s)")
+    add("--samples", type=_positive, default=8, metavar="N", help="samples of a prompt in the formula (%(default)s)")
+    add("--prompt-tokens", type=int, default=0, metavar="TOKENS", help="tokens of a prompt (%(default)s)")
+    add("--output-tokens", type=_positive, default=32_768, metavar="TOKENS", help="tokens generated (%(default)s)")
+    add("--overhead-ms", type=float, default=0.0, metavar="MS", help="of a step, beside what it reads (%(default)s)")
+    add("--bandwidth-share", type=float, default=1.0, metavar="SHARE", help="achievable share of it (%(default)s)")
+
+
+def _run_estimate(args: argparse.Namespace) -> None:
+    from .bench_plan import load_config
+    from .cost_model import CostShape, Hardware, predicted_speedup
+    from .schedule import SparsityScheduleConfig
+    from .schedule_report import estimate_table
+    from .tables import make_console
+
+    if (args.peak_tflops is None) != (args.bandwidth is None):
+        raise ValueError("Another device needs both figures: --peak-tflops and --bandwidth.")
+    hardware = args.hardware
+    if args.bandwidth is not None:
+        hardware = Hardware("the given device", args.peak_tflops * 1e12, args.bandwidth * 1e12)
+    schedules = {name: SparsityScheduleConfig.resolve(name) for name in args.schedules}
+    shape = CostShape.from_config(load_config(args.model))
+    predictions = {
+        name: predicted_speedup(
+            shape,
+            schedule,
+            hardware,
+            num_samples=args.samples,
+            batch_size=args.batch,
+            prompt_tokens=args.prompt_tokens,
+            output_tokens=args.output_tokens,
+            overhead_seconds=args.overhead_ms / 1e3,
+            bandwidth_share=args.bandwidth_share,
+        )
+        for name, schedule in schedules.items()
+    }
+    device = hardware if isinstance(hardware, str) else hardware.name
+    lengths = f"from {args.prompt_tokens} tokens on, {args.output_tokens} each"
+    title = f"{args.batch} rollouts of {args.model} {lengths}, {device}"
+    estimate_table(predictions, title).print(make_console())
 
 
 def _load_schedules(arguments: list[tuple[str, str]]) -> dict:

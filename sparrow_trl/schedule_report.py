@@ -1,0 +1,102 @@
+"""How schedules are shown: what a query reads at each cached length, and what that gains."""
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .json_files import write_atomically
+from .schedule import SparsityScheduleConfig
+from .tables import Table
+
+
+if TYPE_CHECKING:
+    from .cost_model import PredictedSpeedup
+
+
+def describe_recipe(schedule: SparsityScheduleConfig) -> str:
+    """How `schedule` ([`SparsityScheduleConfig`]) chooses pages, in one line, and where it comes from."""
+    if schedule.is_dense:
+        return "A dense schedule: every query reads its whole context."
+    landmarks = f"{schedule.landmarks_per_page} landmark{'s' * (schedule.landmarks_per_page > 1)} a page"
+    dense = ", ".join(map(str, schedule.dense_layers)) or "none"
+    text = (
+        f"Pages of {schedule.page_size} tokens, {schedule.page_score}, {landmarks} ({schedule.landmark_dtype}), "
+        f"{schedule.sink_pages} sink and {schedule.recent_pages} recent pages, dense layers: {dense}."
+    )
+    if schedule.target_acceptance is not None:
+        text += f" Made for a tail acceptance of {schedule.target_acceptance:g}"
+        text += f" with {schedule.base_model_name_or_path}." if schedule.base_model_name_or_path else "."
+    return text
+
+
+def schedule_tables(schedule: SparsityScheduleConfig) -> list[Table]:
+    """
+    Tables of what queries read under `schedule` ([`SparsityScheduleConfig`]), one for each group of layers.
+
+    Rows span the cached lengths between two changes of the budget; shares are those at the first and at the last of
+    them.
+    """
+    if schedule.is_dense:
+        return []
+    groups = {f"layers {key}": table for key, table in (schedule.layer_top_k_pages or {}).items()}
+    groups["other layers" if groups else "sparse layers"] = schedule.top_k_pages
+    tables = []
+    for name, top_k_pages in groups.items():
+        table = Table(
+            f"What a query reads: {name}",
+            ["cached tokens", "pages by score", "tokens read", "share at the start", "at the end"],
+        )
+        starts = [i for i, top_k in enumerate(top_k_pages) if i == 0 or top_k != top_k_pages[i - 1]]
+        for index, end_index in zip(starts, [*starts[1:], None], strict=True):
+            # A bin begins one token past its last boundary: lengths count the query, and pages are counted in full.
+            first = max(1, index * schedule.bin_tokens - schedule.page_size + 1)
+            last = None if end_index is None else end_index * schedule.bin_tokens - schedule.page_size
+            budget = (schedule.sink_pages + top_k_pages[index] + schedule.recent_pages) * schedule.page_size
+            shares = ["" if length is None else f"{min(1, budget / length):.1%}" for length in (first, last)]
+            span = f"{first} and more" if last is None else f"{first} to {last}"
+            table.rows.append([span, str(top_k_pages[index]), str(budget), *shares])
+        tables.append(table)
+    return tables
+
+
+def draw_schedule(schedule: SparsityScheduleConfig, path: Path) -> None:
+    """Draw `schedule` ([`SparsityScheduleConfig`]) to the picture `path` (`pathlib.Path`)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure = schedule.plot().figure
+    image = io.BytesIO()
+    try:
+        figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
+    finally:
+        plt.close(figure)
+    write_atomically(path, image.getvalue())
+
+
+def estimate_table(predictions: "dict[str, PredictedSpeedup]", title: str) -> Table:
+    """The predictions of one model and device as a table, by the names of the schedules."""
+    columns = [
+        "schedule",
+        "dense eFLOPs",
+        "sparse eFLOPs",
+        "speedup (paper)",
+        "dense s",
+        "sparse s",
+        "speedup (bytes)",
+    ]
+    table = Table(title, columns)
+    for name, prediction in predictions.items():
+        table.rows.append(
+            [
+                name,
+                f"{prediction.dense_eflops:.3g}",
+                f"{prediction.sparse_eflops:.3g}",
+                f"{prediction.paper:.2f}x",
+                f"{prediction.dense_seconds:.1f}",
+                f"{prediction.sparse_seconds:.1f}",
+                f"{prediction.refined:.2f}x",
+            ]
+        )
+    return table
