@@ -204,6 +204,8 @@ def sequence_acceptance(
         ValueError: as in [`measure_acceptance`].
     """
     passes = _Passes(model, chunk_size)
+    if passes.model.training:
+        raise ValueError("The model is in training mode, where dropout would act: call `model.eval()` first.")
     _check_sequences(passes.model, [sequence])
     return passes.acceptance(sequence, schedules, "the sequence")
 
@@ -322,7 +324,7 @@ class _Passes:
                     logits.append(self.logits(states))
                     bad = ~logits[-1].isfinite().all(-1)
                     if bad.any():
-                        self._report(logits[-1], bad, start + chunk, input_ids, start, its_schedule, states, name)
+                        self._report(logits[-1], bad, start + chunk, input_ids, start, its_schedule, name)
                 rates.append(acceptance_rate(*logits))
             yield torch.cat(rates)
 
@@ -359,17 +361,17 @@ class _Passes:
             )
         return logits[0]
 
-    def _report(self, logits, bad, offset, input_ids, prompt_length, schedule, states, name):
+    def _report(self, logits, bad, offset, input_ids, prompt_length, schedule, name):
         """Raise with the first bad position, and the first module that gave something not finite in a second run."""
         row = int(bad.int().argmax())
         kind = "NaN" if logits[row].isnan().any() else "infinite"
         pages = "dense pass" if schedule is None else f"sparse pass with `top_k_pages` {schedule.top_k_pages}"
         message = f"The {pages} gives {kind} logits at position {offset + row} of {name}."
         with _first_not_finite(self.model) as found:
-            self.hidden_states(input_ids, prompt_length, schedule)
+            states = self.hidden_states(input_ids, prompt_length, schedule)
             shift = 0
             if not found:
-                self.logits(states)
+                self.logits(states[offset : offset + len(bad)])
                 shift = offset
         if found:
             module, position = found[0], found[1] + shift
@@ -471,6 +473,8 @@ def _check_sequences(model: PreTrainedModel, sequences: list[TokenSequence]) -> 
     limit, vocab_size = _max_positions(model), model.get_input_embeddings().num_embeddings
     for index, sequence in enumerate(sequences):
         name, length, prompt_length = f"`sequences[{index}]`", len(sequence.token_ids), sequence.prompt_length
+        if not all(type(value) is int for value in (prompt_length, *sequence.token_ids)):
+            raise ValueError(f"{name} must have a list of `int` token ids and an `int` prompt length.")
         if prompt_length < 1:
             raise ValueError(f"{name} has a prompt of {prompt_length} tokens; it needs at least one.")
         if prompt_length > length:
@@ -523,10 +527,12 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _merged(table: AcceptanceTable) -> AcceptanceTable:
-    tables = [AcceptanceTable.from_dict(values) for values in _gathered(table.to_dict())]
-    for other in tables[1:]:
-        tables[0].merge(other)
-    return tables[0]
+    """The tokens of every process, which leave `table` changed."""
+    own_rank = _process()[0]
+    for rank, values in enumerate(_gathered(table.to_dict())):
+        if rank != own_rank:
+            table.merge(AcceptanceTable.from_dict(values))
+    return table
 
 
 @contextmanager
