@@ -1,6 +1,9 @@
 """The cost formulas against values worked out by hand, and the times against what single steps read."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
@@ -26,6 +29,8 @@ SHAPE = CostShape(
     num_layers=2, kv_heads=2, head_dim=4, weight_bytes=1000, total_weight_bytes=1200, element_bytes=2, query_heads=6
 )
 ENDLESS = 1e30
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -324,3 +329,41 @@ def test_a_budget_must_be_positive(budget):
 def test_a_step_needs_a_length():
     with pytest.raises(ValueError, match="`length` must be an integer of at least 1, got 0"):
         step_seconds(SHAPE, "H200", 1, 0)
+
+
+# The example
+
+
+def run_example(*arguments):
+    command = [sys.executable, ROOT / "examples" / "predict_speedups.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(("arguments", "hardware"), [((), "H200"), (("--hardware", "a100"), "A100")])
+def test_the_example_prints_both_predictions_and_the_papers_measurements(arguments, hardware):
+    result = run_example(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{hardware}: ") and "Table 2" in result.stdout
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.startswith("qwen3")}
+    # Paper, Table 2: rollout and RL one-step speedup
+    measured = {"1.7b": [2.21, 1.97], "4b": [2.41, 2.11], "8b": [2.06, 1.81], "14b": [1.48, 1.35]}
+    assert list(rows) == [f"qwen3-{model}-0.86" for model in measured]
+    for model, row in zip(measured, rows.values(), strict=True):
+        formula, reads, *paper = (float(cell.removesuffix("x")) for cell in row)
+        assert paper == measured[model]
+        expected = predicted_speedup(
+            CostShape.from_config(shape_config(f"qwen3-{model}")),
+            SparsityScheduleConfig.from_preset(f"qwen3-{model}-0.86"),
+            hardware,
+        )
+        assert (formula, reads) == (round(expected.paper, 2), round(expected.refined, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--hardware", "H20"), "Unknown hardware 'H20'"), (("--batch_size", "0"), "`batch_size` must be an integer")],
+)
+def test_the_example_refuses_bad_arguments_in_words(arguments, message):
+    result = run_example(*arguments)
+    assert result.returncode == 2 and not result.stdout
+    assert message in result.stderr and "Traceback" not in result.stderr
