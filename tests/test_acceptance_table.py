@@ -85,6 +85,14 @@ def test_all_ones_have_a_quantile_of_exactly_1():
     assert np.isnan(table.quantile(0.05)[1]).all() and np.isnan(table.mean[1]).all()
 
 
+def test_a_lone_value_lies_in_the_middle_of_its_cell():
+    values = np.concatenate([[0], np.random.default_rng(0).uniform(0, 0.95, 200)])
+    for value in values:
+        table = make_table(num_bins=1)
+        table.update(0, np.array([20]), np.array([value]))
+        assert table.quantile(0.05)[0, 0] == pytest.approx(value, abs=2.6e-4)
+
+
 def test_a_length_falls_in_the_bin_of_its_pages():
     table = make_table()
     # 48 tokens are 3 pages, 49 are 4 and begin the second bin; 112 are 7 and 113 are 8.
@@ -154,16 +162,29 @@ def test_tables_of_different_sweeps_are_not_merged(name, changes):
 
 
 def test_interval_is_that_of_a_bootstrap_over_sequences():
-    table, updates = filled(num_sequences=12, tokens=400, kind="uniform")
-    intervals = table.quantile_interval(0.05, level=0.9, num_resamples=400, seed=3)
-    rng = np.random.default_rng(0)
-    bins = [pooled([update], 1) for update in updates[0]]
-    resampled = [np.quantile(np.concatenate([bins[i] for i in rng.integers(0, 12, 12)]), 0.05) for _ in range(2000)]
-    expected = np.quantile(resampled, [0.05, 0.95])
-    assert intervals[0, 1] == pytest.approx(expected, abs=4e-3)
-    assert expected[1] - expected[0] > 1e-2  # what is compared is wider than the tolerance
-    assert np.array_equal(intervals, table.quantile_interval(0.05, level=0.9, num_resamples=400, seed=3))
-    assert not np.array_equal(intervals, table.quantile_interval(0.05, level=0.9, num_resamples=400, seed=4))
+    rng, table = np.random.default_rng(0), make_table(num_bins=1)
+    sequences = [rng.uniform(low, 1, 400) for low in rng.uniform(0.2, 0.8, 12)]
+    for values in sequences:
+        table.update(0, np.full(400, 20), values)
+    resampled = [
+        np.quantile(np.concatenate([sequences[i] for i in rng.integers(0, 12, 12)]), 0.05) for _ in range(2000)
+    ]
+    arguments = {"q": 0.05, "level": 0.8, "num_resamples": 2000}
+    intervals = table.quantile_interval(**arguments, seed=3)
+    assert intervals[0, 0] == pytest.approx(np.quantile(resampled, [0.1, 0.9]), abs=1e-2)
+    assert np.diff(np.quantile(resampled, [0.1, 0.2])) > 2e-2  # another level would show
+    assert np.array_equal(intervals, table.quantile_interval(**arguments, seed=3), equal_nan=True)
+    few = [table.quantile_interval(0.05, num_resamples=10, seed=seed)[0, 0].tolist() for seed in range(4)]
+    assert len(set(map(tuple, few))) == 4
+
+
+def test_sequences_without_tokens_in_a_bin_do_not_count_there():
+    table, _ = filled(kind="uniform")
+    before = table.quantile_interval(0.05)
+    for _ in range(6):
+        table.update(0, np.full(100, 150), np.full(100, 0.5))
+    after = table.quantile_interval(0.05)
+    assert np.array_equal(after[0, :2], before[0, :2]) and not np.array_equal(after[0, 2], before[0, 2])
 
 
 def test_interval_covers_the_spread_between_sequences():
@@ -340,6 +361,7 @@ def moved_count(values):
         (changed("budgets", 0, "bins", 0, 1, 0, True), "a list of integers holds something else"),
         (changed("budgets", 0, "bins", 0, 0, 0, -1), "cells of a histogram must ascend from 0"),
         (changed("budgets", 0, "bins", 0, 0, -1, 10**6), "cells of a histogram must ascend from 0"),
+        (changed("budgets", 0, "bins", 0, [[5, 5], [3, 4]]), "cells of a histogram must ascend from 0"),
         (changed("budgets", 0, "bins", 0, [[1, 2], [3]]), "has 2 cells and 1 counts"),
         (changed("budgets", 0, "bins", 0, [1]), "a list of cells and a list of counts"),
         (changed("budgets", 0, "sequences", []), "do not add up"),
