@@ -17,9 +17,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: Exit status.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
     try:
-        args.run(args)
+        if args.command == "calibrate":
+            from .cli_calibrate import run_calibrate
+
+            run_calibrate(rest)
+        elif rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        else:
+            args.run(args)
     except (ImportError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"sparrow-trl {args.command}: {error}\n")
         return 1
@@ -32,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sparrow-trl", description="Sparse rollouts for TRL.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_bench(commands)
+    # Its arguments are fields of a dataclass, which may come from a file of settings as well.
+    commands.add_parser("calibrate", add_help=False, help="find the cheapest schedule that keeps the tail acceptance")
     _add_show(commands)
     _add_estimate(commands)
     return parser
@@ -171,12 +181,12 @@ def _add_show(commands) -> None:
 
 def _run_show(args: argparse.Namespace) -> None:
     from .schedule import SparsityScheduleConfig
-    from .schedule_report import describe_recipe, draw_schedule, schedule_tables
+    from .schedule_report import describe_recipe, draw_schedule, save_figure, schedule_tables
     from .tables import make_console
 
     schedule = SparsityScheduleConfig.resolve(args.schedule)
     if args.plot:
-        draw_schedule(schedule, args.plot)
+        save_figure(draw_schedule(schedule), args.plot)
     console = make_console()
     console.print(describe_recipe(schedule))
     for table in schedule_tables(schedule):

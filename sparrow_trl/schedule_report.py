@@ -10,6 +10,8 @@ from .tables import Table
 
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from .cost_model import PredictedSpeedup
 
 
@@ -59,19 +61,30 @@ def schedule_tables(schedule: SparsityScheduleConfig) -> list[Table]:
     return tables
 
 
-def draw_schedule(schedule: SparsityScheduleConfig, path: Path) -> None:
-    """Draw `schedule` ([`SparsityScheduleConfig`]) to the picture `path` (`pathlib.Path`)."""
-    import matplotlib
+def draw_schedule(schedule: SparsityScheduleConfig) -> "Figure":
+    """Draw `schedule` ([`SparsityScheduleConfig`])."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    schedule.plot(figure.subplots())
+    return figure
 
-    figure = schedule.plot().figure
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """
+    Write a picture to a file.
+
+    Args:
+        figure (`matplotlib.figure.Figure`):
+            The picture.
+        path (`pathlib.Path`):
+            The file, whose ending says the format.
+
+    Raises:
+        ValueError: for a format that matplotlib does not know.
+    """
     image = io.BytesIO()
-    try:
-        figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
-    finally:
-        plt.close(figure)
+    figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
     write_atomically(path, image.getvalue())
 
 

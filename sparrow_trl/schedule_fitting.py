@@ -1,0 +1,367 @@
+"""
+From a model and prompts to the cheapest schedule that keeps the tail acceptance (paper, sections 3.2 and 3.3).
+
+Three steps: measure the acceptance rates of many budgets on the same sequences, search the cheapest schedule that
+these allow, and measure that schedule itself. The third is needed because keys and values at a length also carry what
+was read at shorter ones, under other budgets than the one that was measured there; bins that fall short are raised.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from .acceptance import AcceptanceTracker, BinStatistics
+from .acceptance_table import AcceptanceTable
+from .calibration import TokenSequence, generate_sequences, measure_acceptance, sequence_acceptance
+from .schedule import SparsityScheduleConfig
+from .schedule_report import draw_schedule, save_figure
+from .schedule_search import ScheduleSearchResult, search_schedule
+from .tables import Table
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from transformers import PreTrainedTokenizerBase
+
+
+# Pages in total, reserved ones included: as many budgets as the paper sweeps, from its schedules' range.
+PAGE_COUNTS = (16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 896)
+
+TABLE_NAME = "acceptance_table.json"
+TAIL_PICTURE_NAME = "tail_acceptance.png"
+SCHEDULE_PICTURE_NAME = "schedule.png"
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """
+    A calibrated schedule and the measurements behind it.
+
+    Args:
+        schedule ([`SparsityScheduleConfig`]):
+            The schedule.
+        table ([`~sparrow_trl.acceptance_table.AcceptanceTable`]):
+            Acceptance rates of the single budgets.
+        search ([`~sparrow_trl.schedule_search.ScheduleSearchResult`]):
+            What the search chose from them, before any bin was raised.
+        verified (`list[BinStatistics]`):
+            Acceptance under `schedule` itself, on the same sequences, by bin of cached length.
+        min_tokens (`int`):
+            Tokens that a bin's tail needs to count.
+    """
+
+    schedule: SparsityScheduleConfig
+    table: AcceptanceTable
+    search: ScheduleSearchResult
+    verified: list[BinStatistics]
+    min_tokens: int
+
+    @property
+    def short_bins(self) -> list[BinStatistics]:
+        """`list[BinStatistics]`: Bins with enough tokens in which even the largest budget fell short of the target."""
+        return _short_bins(self.verified, self.schedule, self.min_tokens)
+
+    def to_table(self) -> Table:
+        """What was chosen for each bin, and what it turned out to keep."""
+        columns = ["cached tokens", "pages", "tail, budget alone", "tail, whole schedule", "tokens", "chosen as"]
+        table = Table(f"Schedule for a tail acceptance of {self.schedule.target_acceptance:g}", columns)
+        verified = {entry.start: entry for entry in self.verified}
+        for choice, top_k in zip(self.search.bins, self.schedule.top_k_pages, strict=True):
+            pages = self.schedule.sink_pages + top_k + self.schedule.recent_pages
+            entry = verified.get(choice.start)
+            enough = entry is not None and entry.tokens >= self.min_tokens
+            table.rows.append(
+                [
+                    f"{choice.start:,}-{choice.start + self.schedule.bin_tokens:,}",
+                    str(pages),
+                    _text(self._single_tail(pages, choice.start)),
+                    f"{entry.tail:.4f}" if enough else "-",
+                    f"{entry.tokens:,}" if entry else "0",
+                    choice.status if pages == choice.pages else f"{choice.status}, raised from {choice.pages}",
+                ]
+            )
+        return table
+
+    def _single_tail(self, pages: int, start: int) -> float | None:
+        if pages not in self.table.page_counts:
+            return None
+        row, column = self.table.page_counts.index(pages), start // self.table.bin_tokens
+        if self.table.count[row, column] < self.min_tokens:
+            return None
+        return float(self.table.quantile(self.schedule.tail_quantile)[row, column])
+
+    def save(self, folder: str | Path) -> None:
+        """
+        Write `acceptance_table.json`, `sparsity_schedule.json` and pictures of both.
+
+        Args:
+            folder (`str` or `pathlib.Path`):
+                Folder to write to, which is created when missing.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.table.save(folder / TABLE_NAME)
+        self.schedule.save_pretrained(folder)
+        save_figure(plot_tails(self.table, self.schedule, self.min_tokens), folder / TAIL_PICTURE_NAME)
+        save_figure(draw_schedule(self.schedule), folder / SCHEDULE_PICTURE_NAME)
+
+
+def calibrate(
+    model: nn.Module,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: list[str] | list[list[dict[str, str]]],
+    *,
+    max_length: int,
+    batch_size: int = 8,
+    seed: int = 0,
+    **fit_options,
+) -> CalibrationResult:
+    """
+    Calibrate a schedule on completions that the dense model writes.
+
+    Args:
+        model (`torch.nn.Module`):
+            Causal language model of transformers.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        prompts (`list[str]` or `list[list[dict[str, str]]]`):
+            Texts or conversations, of the kind that rollouts will start from.
+        max_length (`int`):
+            Most tokens of a sequence, prompt included. Longer contexts get the budget of the last bin.
+        batch_size (`int`, *optional*, defaults to `8`):
+            Prompts to complete at once.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the sampling.
+        **fit_options:
+            As in [`fit_schedule`].
+
+    Returns:
+        [`CalibrationResult`]
+
+    Example:
+
+    ```python
+    >>> result = calibrate(model, tokenizer, prompts, max_length=4096, target_acceptance=0.86)
+    >>> result.save("calibration")
+    >>> trainer = SparseRolloutGRPOTrainer(..., args=SparseRolloutGRPOConfig(sparsity_schedule="calibration"))
+    ```
+    """
+    sequences = generate_sequences(model, tokenizer, prompts, max_length=max_length, batch_size=batch_size, seed=seed)
+    return fit_schedule(model, sequences, **fit_options)
+
+
+def fit_schedule(
+    model: nn.Module,
+    sequences: list[TokenSequence],
+    *,
+    recipe: SparsityScheduleConfig | None = None,
+    page_counts: list[int] | None = None,
+    bin_tokens: int = 2048,
+    target_acceptance: float = 0.86,
+    min_tokens: int = 200,
+    allow_dense: bool = False,
+    model_name: str | None = None,
+    checkpoint_path: str | Path | None = None,
+    chunk_size: int = 256,
+    report: Callable[[str], None] = lambda text: None,
+) -> CalibrationResult:
+    """
+    Calibrate a schedule on given sequences, teacher-forced.
+
+    Args:
+        model (`torch.nn.Module`):
+            As in [`~sparrow_trl.calibration.measure_acceptance`].
+        sequences (`list[TokenSequence]`):
+            What to measure on.
+        recipe ([`SparsityScheduleConfig`], *optional*):
+            How pages are scored and reserved, and the dense layers; by default the paper's recipe, with the first two
+            layers dense.
+        page_counts (`list[int]`, *optional*):
+            Budgets to measure in pages, reserved ones included, in ascending order; by default those of `PAGE_COUNTS`
+            that are shorter than the longest sequence.
+        bin_tokens (`int`, *optional*, defaults to `2048`):
+            Tokens in a bin of cached length.
+        target_acceptance (`float`, *optional*, defaults to `0.86`):
+            Tail acceptance to keep. The paper finds training stable above 0.86.
+        min_tokens (`int`, *optional*, defaults to `200`):
+            Tokens that a bin's tail needs to count.
+        allow_dense (`bool`, *optional*, defaults to `False`):
+            Whether bins in which no budget reaches the target may keep all their pages.
+        model_name (`str`, *optional*):
+            Name of the model in the results; by default the model's own.
+        checkpoint_path (`str` or `pathlib.Path`, *optional*):
+            File that the measurement of the budgets goes on from after an interruption.
+        chunk_size (`int`, *optional*, defaults to `256`):
+            Positions whose logits are held at once.
+        report (callable, *optional*):
+            Called with a line of text when something was decided.
+
+    Returns:
+        [`CalibrationResult`]
+
+    Raises:
+        ValueError: as in [`~sparrow_trl.calibration.measure_acceptance`] and
+            [`~sparrow_trl.schedule_search.search_schedule`].
+    """
+    recipe = SparsityScheduleConfig(top_k_pages=[0]) if recipe is None else recipe
+    if page_counts is None:
+        longest = max((len(sequence.token_ids) for sequence in sequences), default=0) // recipe.page_size
+        page_counts = [pages for pages in PAGE_COUNTS if pages <= longest] or [PAGE_COUNTS[0]]
+    table = measure_acceptance(
+        model,
+        sequences,
+        recipe,
+        page_counts,
+        bin_tokens,
+        model_name=model_name,
+        checkpoint_path=checkpoint_path,
+        chunk_size=chunk_size,
+    )
+    search = search_schedule(
+        table.page_counts,
+        table.quantile(recipe.tail_quantile),
+        table.count,
+        bin_tokens=bin_tokens,
+        target_acceptance=target_acceptance,
+        min_tokens=min_tokens,
+        allow_dense=allow_dense,
+        tail_quantile=recipe.tail_quantile,
+        base_model_name_or_path=table.model_name,
+        **table.recipe,
+    )
+    schedule = search.schedule
+    while True:
+        verified = measure_schedule(model, sequences, schedule, chunk_size=chunk_size)
+        short = _short_bins(verified, schedule, min_tokens)
+        raised = _raise_bins(schedule, [entry.start // bin_tokens for entry in short], table.page_counts)
+        if raised == schedule:
+            break
+        worst = min(short, key=lambda entry: entry.tail)
+        report(
+            f"Under the schedule itself {len(short)} of {len(verified)} bins fall short of {target_acceptance:g} "
+            f"(lowest: {worst.tail:.4f} from {worst.start:,} tokens on). They get the next larger budget."
+        )
+        schedule = raised
+    tokens = sum(len(sequence.cached_lengths) for sequence in sequences)
+    schedule = replace(
+        schedule,
+        calibration={
+            "method": table.method,
+            "sequences": len(sequences),
+            "tokens": tokens,
+            "tails": {str(entry.start): round(entry.tail, 4) for entry in verified if entry.tokens >= min_tokens},
+        },
+    )
+    return CalibrationResult(schedule, table, search, verified, min_tokens)
+
+
+def measure_schedule(
+    model: nn.Module, sequences: list[TokenSequence], schedule: SparsityScheduleConfig, *, chunk_size: int = 256
+) -> list[BinStatistics]:
+    """
+    Acceptance under a schedule as a whole, teacher-forced. With `torch.distributed` initialized, the sequences are
+    split over the processes.
+
+    Args:
+        model (`torch.nn.Module`):
+            As in [`~sparrow_trl.calibration.measure_acceptance`].
+        sequences (`list[TokenSequence]`):
+            What to measure on.
+        schedule ([`SparsityScheduleConfig`]):
+            The schedule.
+        chunk_size (`int`, *optional*, defaults to `256`):
+            Positions whose logits are held at once.
+
+    Returns:
+        `list[BinStatistics]`: one per bin of cached length with tokens in it, shortest first.
+    """
+    tracker, accelerator = AcceptanceTracker(schedule), None
+    rank, num_processes = 0, 1
+    if dist.is_available() and dist.is_initialized():
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+        rank, num_processes = accelerator.process_index, accelerator.num_processes
+    training = model.training
+    model.eval()
+    try:
+        for sequence in sequences[rank::num_processes]:
+            (rates,) = sequence_acceptance(model, sequence, [schedule], chunk_size=chunk_size)
+            tracker.update(rates, rates, sequence.cached_lengths)
+    finally:
+        model.train(training)
+    tracker.end_step(accelerator)
+    return tracker.bin_statistics()
+
+
+def plot_tails(table: AcceptanceTable, schedule: SparsityScheduleConfig, min_tokens: int = 200) -> "Figure":
+    """
+    Draw the tail acceptance over the cached length, one line per budget (the paper's figure 4, top row).
+
+    Args:
+        table ([`~sparrow_trl.acceptance_table.AcceptanceTable`]):
+            Acceptance rates of the budgets.
+        schedule ([`SparsityScheduleConfig`]):
+            Gives the quantile, the target, and the budgets to mark.
+        min_tokens (`int`, *optional*, defaults to `200`):
+            Bins with fewer tokens are left out.
+
+    Returns:
+        `matplotlib.figure.Figure`
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    ax = figure.subplots()
+    tails, enough = table.quantile(schedule.tail_quantile), table.count >= min_tokens
+    lengths = [(index + 0.5) * table.bin_tokens for index in range(table.num_bins)]
+    colors = matplotlib.colormaps["viridis"]
+    for row, pages in enumerate(table.page_counts):
+        color = colors(row / max(1, len(table.page_counts) - 1))
+        points = [(x, y) for x, y, shown in zip(lengths, tails[row], enough[row], strict=True) if shown]
+        if points:
+            ax.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=f"{pages}")
+    reserved = schedule.sink_pages + schedule.recent_pages
+    marks = []
+    for index, top_k in enumerate(schedule.top_k_pages[: table.num_bins]):
+        if top_k + reserved in table.page_counts:
+            row = table.page_counts.index(top_k + reserved)
+            if enough[row, index]:
+                marks.append((lengths[index], tails[row, index]))
+    if marks:
+        ax.plot(*zip(*marks, strict=True), "o", markersize=10, markerfacecolor="none", color="C3", label="schedule")
+    if schedule.target_acceptance is not None:
+        ax.axhline(schedule.target_acceptance, color="0.5", linestyle="--", linewidth=1)
+    ax.set_xlabel("cached length (tokens)")
+    ax.set_ylabel(f"tail acceptance (q{100 * schedule.tail_quantile:02.3g})")
+    ax.set_title(table.model_name or "Tail acceptance by pages kept")
+    ax.legend(title="pages", fontsize="x-small", ncols=2)
+    return figure
+
+
+def _short_bins(
+    verified: list[BinStatistics], schedule: SparsityScheduleConfig, min_tokens: int
+) -> list[BinStatistics]:
+    return [entry for entry in verified if entry.tokens >= min_tokens and entry.tail < schedule.target_acceptance]
+
+
+def _raise_bins(schedule: SparsityScheduleConfig, bins: list[int], page_counts: list[int]) -> SparsityScheduleConfig:
+    """The schedule with the next larger measured budget in `bins`, and no smaller one in the bins after them."""
+    reserved = schedule.sink_pages + schedule.recent_pages
+    pages, previous = [], 0
+    for index, top_k in enumerate(schedule.top_k_pages):
+        kept = top_k + reserved
+        if index in bins:
+            kept = next((count for count in page_counts if count > kept), kept)
+        previous = max(previous, kept)
+        pages.append(previous - reserved)
+    return replace(schedule, top_k_pages=pages)
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
