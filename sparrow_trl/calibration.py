@@ -367,15 +367,13 @@ class _Passes:
         kind = "NaN" if logits[row].isnan().any() else "infinite"
         pages = "dense pass" if schedule is None else f"sparse pass with `top_k_pages` {schedule.top_k_pages}"
         message = f"The {pages} gives {kind} logits at position {offset + row} of {name}."
-        with _first_not_finite(self.model) as found:
+        with _first_not_finite(self.model, first_position=0, num_tokens=input_ids.shape[1]) as found:
             states = self.hidden_states(input_ids, prompt_length, schedule)
-            shift = 0
-            if not found:
+        if not found:
+            with _first_not_finite(self.model, first_position=offset, num_tokens=len(bad)) as found:
                 self.logits(states[offset : offset + len(bad)])
-                shift = offset
         if found:
-            module, position = found[0], found[1] + shift
-            message += f" The first module whose output is not finite is `{module}`, at position {position}."
+            message += f" The first module whose output is not finite is {found[0]}."
         else:
             message += " In a second run every module's output was finite, so the failure comes and goes."
         raise ValueError(message)
@@ -562,17 +560,22 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _first_not_finite(model: nn.Module) -> Iterator[list]:
-    """Collects the name of the first module whose output is not finite, and the position in the sequence."""
+def _first_not_finite(model: nn.Module, first_position: int, num_tokens: int) -> Iterator[list[str]]:
+    """Collects the name of the first module whose output is not finite and, where it tells tokens apart, the place."""
     found = []
 
     def check(name, output):
         outputs = output.values() if isinstance(output, dict) else output
         for tensor in [outputs] if isinstance(outputs, torch.Tensor) else outputs or ():
-            if not found and isinstance(tensor, torch.Tensor) and not tensor.isfinite().all():
-                # [batch, tokens, ...]
-                bad = ~tensor.isfinite().flatten(2).all(-1)[0] if tensor.dim() > 2 else ~tensor.isfinite().all(0)
-                found.extend([name, int(bad.int().argmax())])
+            if found or not isinstance(tensor, torch.Tensor) or tensor.isfinite().all():
+                continue
+            bad = ~tensor.isfinite()
+            # [batch, tokens, ...], or [tokens, ...] inside a mixture of experts.
+            bad = bad[0] if bad.shape[:2] == (1, num_tokens) else bad
+            place = ""
+            if bad.dim() and len(bad) == num_tokens:
+                place = f", at position {first_position + int(bad.reshape(num_tokens, -1).any(1).int().argmax())}"
+            found.append(f"`{name}`{place}")
 
     hooks = [
         module.register_forward_hook(lambda module, args, output, name=name: check(name, output))

@@ -498,6 +498,21 @@ def test_a_nan_is_reported_with_its_layer_and_position(model, sequences, name, p
     assert sum(len(module._forward_hooks) for module in broken.modules()) == 1
 
 
+def test_a_nan_among_experts_is_reported_with_its_position(sequences):
+    broken = tiny_model("qwen3_moe").eval()
+
+    def hook(module, args, output):
+        if len(output) > 80:
+            output = output.clone()
+            output[80, 5] = float("nan")
+        return output
+
+    broken.model.layers[3].mlp.experts.register_forward_hook(hook)  # [tokens, hidden]
+    message = "at position 80 of .* whose output is not finite is `model.layers.3.mlp.experts`, at position 80.$"
+    with pytest.raises(ValueError, match=message):
+        measure_acceptance(broken, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
+
+
 def test_a_nan_of_the_sparse_pass_names_the_budget(model, sequences, monkeypatch):
     attention = calibration.sparse_attention_context
 
