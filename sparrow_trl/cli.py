@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     # Its arguments are fields of a dataclass, which may come from a file of settings as well.
     commands.add_parser("calibrate", add_help=False, help="find the cheapest schedule that keeps the tail acceptance")
+    _add_plot(commands)
     _add_show(commands)
     _add_estimate(commands)
     return parser
@@ -193,6 +194,60 @@ def _run_show(args: argparse.Namespace) -> None:
         table.print(console)
     if args.plot:
         console.print(f"Wrote {args.plot}.")
+
+
+def _add_plot(commands) -> None:
+    plot = commands.add_parser(
+        "plot",
+        help="draw acceptance tables",
+        description="Draw acceptance tables: the tail acceptance over the cached length, the distribution behind one "
+        "tail, and what several recipes read for the tail they keep.",
+    )
+    plot.set_defaults(run=_run_plot)
+    add = plot.add_argument
+    add("tables", nargs="+", type=Path, metavar="TABLE", help="acceptance_table.json, or the folder that holds it")
+    add("--output", type=Path, default=Path("plots"), metavar="FOLDER", help="folder for the pictures (%(default)s)")
+    add("--schedule", help=f"schedule to mark: {SCHEDULE_HELP}")
+    add("--pages", type=_positive, metavar="N", help="with --length: draw the distribution under this budget")
+    add("--length", type=_positive, metavar="TOKENS", help="at this cached length")
+    add("--model", help="of several tables, to draw tails over what is read: as in estimate")
+    add("--min-tokens", type=_positive, default=200, metavar="N", help="that a tail needs to count (%(default)s)")
+
+
+def _run_plot(args: argparse.Namespace) -> None:
+    from .acceptance_plots import plot_costs, plot_distribution, plot_tails
+    from .acceptance_table import AcceptanceTable
+    from .bench_plan import load_config
+    from .bench_traffic import ModelShape
+    from .schedule import SparsityScheduleConfig
+    from .schedule_fitting import TABLE_NAME
+    from .schedule_report import save_figure
+
+    if (args.pages is None) != (args.length is None):
+        raise ValueError("A distribution needs both --pages and --length.")
+    paths = [path / TABLE_NAME if path.is_dir() else path for path in args.tables]
+    names = [path.parent.name if path.name == TABLE_NAME else path.stem for path in map(Path.resolve, paths)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Each table needs a name of its own, got {', '.join(names)}. Rename their folders.")
+    schedule = SparsityScheduleConfig.resolve(args.schedule) if args.schedule else None
+    tables = {name: AcceptanceTable.load(path) for name, path in zip(names, paths, strict=True)}
+    figures = {}
+    for name, table in tables.items():
+        figures[f"{name}-tails"] = plot_tails(table, schedule, min_tokens=args.min_tokens)
+        if args.pages is not None:
+            if args.pages not in table.page_counts:
+                raise ValueError(f"{name} has no budget of {args.pages} pages, but {table.page_counts}.")
+            row, column = table.page_counts.index(args.pages), table.schedule(0).bin_index(args.length)
+            if column >= table.num_bins:
+                raise ValueError(f"{name} ends at {table.num_bins * table.bin_tokens} tokens, before {args.length}.")
+            figures[f"{name}-distribution"] = plot_distribution(table, row, column)
+    if args.model is not None:
+        shape = ModelShape.from_config(load_config(args.model))
+        figures["costs"] = plot_costs(tables, shape, min_tokens=args.min_tokens)
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        save_figure(figure, args.output / f"{name}.png")
+        sys.stdout.write(f"Wrote {args.output / name}.png\n")
 
 
 def _add_estimate(commands) -> None:

@@ -86,6 +86,7 @@ class CalibrateArguments:
         """[`SparsityScheduleConfig`]: How pages are scored and reserved."""
         return SparsityScheduleConfig(
             top_k_pages=[0],
+            bin_tokens=self.bin_tokens,
             page_size=self.page_size,
             page_score=self.page_score,
             landmarks_per_page=self.landmarks_per_page,

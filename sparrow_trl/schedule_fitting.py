@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .acceptance import AcceptanceTracker, BinStatistics
+from .acceptance_plots import plot_tails
 from .acceptance_table import AcceptanceTable
 from .calibration import TokenSequence, generate_sequences, measure_acceptance, sequence_acceptance
 from .schedule import SparsityScheduleConfig
@@ -86,6 +87,10 @@ class CalibrationResult:
             )
         return table
 
+    def plot_tails(self) -> "Figure":
+        """The tail acceptance over the cached length, budget by budget, with the schedule's budgets marked."""
+        return plot_tails(self.table, self.schedule, q=self.schedule.tail_quantile, min_tokens=self.min_tokens)
+
     def _single_tail(self, pages: int, start: int) -> float | None:
         if pages not in self.table.page_counts:
             return None
@@ -106,7 +111,7 @@ class CalibrationResult:
         folder.mkdir(parents=True, exist_ok=True)
         self.table.save(folder / TABLE_NAME)
         self.schedule.save_pretrained(folder)
-        save_figure(plot_tails(self.table, self.schedule, self.min_tokens), folder / TAIL_PICTURE_NAME)
+        save_figure(self.plot_tails(), folder / TAIL_PICTURE_NAME)
         save_figure(draw_schedule(self.schedule), folder / SCHEDULE_PICTURE_NAME)
 
 
@@ -296,52 +301,6 @@ def measure_schedule(
         model.train(training)
     tracker.end_step(accelerator)
     return tracker.bin_statistics()
-
-
-def plot_tails(table: AcceptanceTable, schedule: SparsityScheduleConfig, min_tokens: int = 200) -> "Figure":
-    """
-    Draw the tail acceptance over the cached length, one line per budget (the paper's figure 4, top row).
-
-    Args:
-        table ([`~sparrow_trl.acceptance_table.AcceptanceTable`]):
-            Acceptance rates of the budgets.
-        schedule ([`SparsityScheduleConfig`]):
-            Gives the quantile, the target, and the budgets to mark.
-        min_tokens (`int`, *optional*, defaults to `200`):
-            Bins with fewer tokens are left out.
-
-    Returns:
-        `matplotlib.figure.Figure`
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    ax = figure.subplots()
-    tails, enough = table.quantile(schedule.tail_quantile), table.count >= min_tokens
-    lengths = [(index + 0.5) * table.bin_tokens for index in range(table.num_bins)]
-    colors = matplotlib.colormaps["viridis"]
-    for row, pages in enumerate(table.page_counts):
-        color = colors(row / max(1, len(table.page_counts) - 1))
-        points = [(x, y) for x, y, shown in zip(lengths, tails[row], enough[row], strict=True) if shown]
-        if points:
-            ax.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=f"{pages}")
-    reserved = schedule.sink_pages + schedule.recent_pages
-    marks = []
-    for index, top_k in enumerate(schedule.top_k_pages[: table.num_bins]):
-        if top_k + reserved in table.page_counts:
-            row = table.page_counts.index(top_k + reserved)
-            if enough[row, index]:
-                marks.append((lengths[index], tails[row, index]))
-    if marks:
-        ax.plot(*zip(*marks, strict=True), "o", markersize=10, markerfacecolor="none", color="C3", label="schedule")
-    if schedule.target_acceptance is not None:
-        ax.axhline(schedule.target_acceptance, color="0.5", linestyle="--", linewidth=1)
-    ax.set_xlabel("cached length (tokens)")
-    ax.set_ylabel(f"tail acceptance (q{100 * schedule.tail_quantile:02.3g})")
-    ax.set_title(table.model_name or "Tail acceptance by pages kept")
-    ax.legend(title="pages", fontsize="x-small", ncols=2)
-    return figure
 
 
 def _short_bins(

@@ -12,7 +12,7 @@ from sparrow_trl.acceptance import BinStatistics
 from sparrow_trl.acceptance_table import AcceptanceTable
 from sparrow_trl.calibration import TokenSequence, sequence_acceptance
 from sparrow_trl.cli import main
-from sparrow_trl.schedule_fitting import calibrate, fit_schedule, measure_schedule, plot_tails
+from sparrow_trl.schedule_fitting import calibrate, fit_schedule, measure_schedule
 
 
 RECIPE = SparsityScheduleConfig(top_k_pages=[0], dense_layers=[0])
@@ -128,7 +128,7 @@ def test_the_picture_shows_budgets_and_the_schedule(model, sequences):
     result = fit_schedule(
         model, sequences, recipe=RECIPE, page_counts=PAGE_COUNTS, bin_tokens=64, min_tokens=50, allow_dense=True
     )
-    (ax,) = plot_tails(result.table, result.schedule, 50).axes
+    (ax,) = result.plot_tails().axes
     lines = {line.get_label(): line for line in ax.lines}
     assert {"3", "5", "8", "100"} <= lines.keys()
     tails = result.table.quantile(0.05)
@@ -170,7 +170,7 @@ def test_the_command_on_texts(saved, tmp_path, capsys):
     texts = write_lines(tmp_path / "texts.jsonl", [{"text": TEXT * 4}, {"text": TEXT[::-1] * 4}, {"text": TEXT}])
     settings = tmp_path / "settings.yaml"
     settings.write_text(
-        "bin_tokens: 64\npage_counts: [3, 6, 100]\ndense_layers: [-1]\nmin_tokens: 20\nnum_prompts: 2\n"
+        "bin_tokens: 64\npage_size: 32\npage_counts: [3, 6, 100]\ndense_layers: [-1]\nmin_tokens: 20\nnum_prompts: 2\n"
     )
     output = tmp_path / "out"
     arguments = ["calibrate", "--model_name_or_path", str(saved), "--texts", texts, "--output_dir", str(output)]
