@@ -348,7 +348,7 @@ def trained(model):
         ("recipe", lambda a: a | {"schedule_recipe": SparsityScheduleConfig(top_k_pages=[0], dense_layers=[1])}),
         ("model", lambda a: a | {"model_name": "other"}),
         ("weights", lambda a: a | {"model": trained(a["model"])}),
-        ("weights", lambda a: a | {"model": copy.deepcopy(a["model"]).bfloat16()}),
+        ("weights", lambda a: a | {"model": copy.deepcopy(a["model"]).double()}),
     ],
 )
 def test_a_checkpoint_of_another_measurement_is_refused(model, sequences, tmp_path, interrupt_after, what, change):
