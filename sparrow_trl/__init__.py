@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from . import acceptance, callbacks, config, rollout, schedule, trainer
+    from . import acceptance, acceptance_table, calibration, callbacks, config, cost_model, rollout, schedule, trainer
     from .acceptance import (
         AcceptanceTracker,
         acceptance_rate,
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
         gather_dense_logprobs,
         top_k_acceptance_bounds,
     )
+    from .acceptance_table import AcceptanceTable
+    from .calibration import calibrate, fit_schedule
     from .callbacks import TailAcceptanceCallback
     from .config import SparseRolloutGRPOConfig
+    from .cost_model import predicted_speedup
     from .rollout import SparseVLLMGeneration
     from .schedule import SparsityScheduleConfig, preset_names
     from .trainer import SparseRolloutGRPOTrainer
@@ -34,6 +37,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 
 __all__ = [
     "__version__",
+    "AcceptanceTable",
     "AcceptanceTracker",
     "SparseRolloutGRPOConfig",
     "SparseRolloutGRPOTrainer",
@@ -42,19 +46,26 @@ __all__ = [
     "TailAcceptanceCallback",
     "acceptance_rate",
     "acceptance_rate_from_hidden_states",
+    "calibrate",
     "fit_beta_tail",
+    "fit_schedule",
     "gather_dense_logprobs",
+    "predicted_speedup",
     "preset_names",
     "top_k_acceptance_bounds",
     "acceptance",
+    "acceptance_table",
+    "calibration",
     "callbacks",
     "config",
+    "cost_model",
     "rollout",
     "schedule",
     "trainer",
 ]
 
 _MODULE_OF = {
+    "AcceptanceTable": "acceptance_table",
     "AcceptanceTracker": "acceptance",
     "SparseRolloutGRPOConfig": "config",
     "SparseRolloutGRPOTrainer": "trainer",
@@ -63,8 +74,11 @@ _MODULE_OF = {
     "TailAcceptanceCallback": "callbacks",
     "acceptance_rate": "acceptance",
     "acceptance_rate_from_hidden_states": "acceptance",
+    "calibrate": "calibration",
     "fit_beta_tail": "acceptance",
+    "fit_schedule": "calibration",
     "gather_dense_logprobs": "acceptance",
+    "predicted_speedup": "cost_model",
     "preset_names": "schedule",
     "top_k_acceptance_bounds": "acceptance",
 }

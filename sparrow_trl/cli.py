@@ -219,8 +219,8 @@ def _run_plot(args: argparse.Namespace) -> None:
     from .acceptance_table import AcceptanceTable
     from .bench_plan import load_config
     from .bench_traffic import ModelShape
+    from .calibration import TABLE_NAME
     from .schedule import SparsityScheduleConfig
-    from .schedule_fitting import TABLE_NAME
     from .schedule_report import save_figure
 
     if (args.pages is None) != (args.length is None):

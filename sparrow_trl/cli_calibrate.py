@@ -1,4 +1,4 @@
-"""`sparrow-trl calibrate`: arguments, the model and the texts; [`schedule_fitting`] does the work."""
+"""`sparrow-trl calibrate`: arguments, the model and the texts; [`calibration`] does the work."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,8 +112,8 @@ def run_calibrate(arguments: list[str]) -> None:
     from accelerate import PartialState
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .calibration import TokenSequence, generate_sequences
-    from .schedule_fitting import fit_schedule
+    from .acceptance_sweep import TokenSequence, generate_sequences
+    from .calibration import fit_schedule
 
     state = PartialState()
     console = make_console()

@@ -1,48 +1,23 @@
-"""Teacher-forced measurement of acceptance rates, and the sequences it runs on."""
+"""From measured budgets to a schedule: search, check of the schedule as a whole, and the command around it."""
 
-import copy
 import json
-import warnings
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny_models import EOS_TOKEN_ID, SHAPE, tiny_model, tiny_tokenizer
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GenerationConfig,
-    GraniteConfig,
-    PhiConfig,
-)
+from tiny_models import tiny_model, tiny_tokenizer
 
-from sparrow_trl import calibration
+from sparrow_trl import SparsityScheduleConfig, calibration
+from sparrow_trl.acceptance import BinStatistics
+from sparrow_trl.acceptance_sweep import TokenSequence, sequence_acceptance
 from sparrow_trl.acceptance_table import AcceptanceTable
-from sparrow_trl.attention import sparse_attention_context
-from sparrow_trl.calibration import (
-    TokenSequence,
-    generate_sequences,
-    measure_acceptance,
-    sequence_acceptance,
-)
-from sparrow_trl.schedule import SparsityScheduleConfig
+from sparrow_trl.calibration import calibrate, fit_schedule, measure_schedule
+from sparrow_trl.cli import main
 
 
 RECIPE = SparsityScheduleConfig(top_k_pages=[0], dense_layers=[0])
-PAGE_COUNTS = [3, 5, 100]
-BIN_TOKENS = 64
-
-
-def random_sequences(shapes=((150, 37), (201, 20), (90, 61), (121, 118)), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        TokenSequence(torch.randint(2, 70, (length,), generator=generator).tolist(), prompt)
-        for length, prompt in shapes
-    ]
+PAGE_COUNTS = [3, 5, 8, 100]
+TEXT = "Sparse rollouts read some pages of the cache, dense ones read them all. "
 
 
 @pytest.fixture(scope="module")
@@ -52,702 +27,208 @@ def model():
 
 @pytest.fixture(scope="module")
 def sequences():
-    return random_sequences()
+    generator = torch.Generator().manual_seed(0)
+    return [TokenSequence(torch.randint(2, 70, (n,), generator=generator).tolist(), 20) for n in (241, 236, 230)]
 
 
-@pytest.fixture(scope="module")
-def table(model, sequences):
-    return measure_acceptance(model, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-
-
-def brute_force_rates(model, sequence, schedule):
-    """Rate of each completion token but the first, from the logits of two whole forward passes, in float64."""
-    input_ids = torch.tensor([sequence.token_ids])
-    with torch.no_grad():
-        dense = model(input_ids).logits[0].double().numpy()
-        with sparse_attention_context(model, schedule, prompt_lengths=torch.tensor([sequence.prompt_length])):
-            sparse = model(input_ids).logits[0].double().numpy()
-    rates = []
-    for token in range(1, len(sequence.token_ids) - sequence.prompt_length):
-        query = sequence.prompt_length + token - 1  # samples this token, with `prompt_length + token` cached
-        p, q = (np.exp(logits[query] - logits[query].max()) for logits in (dense, sparse))
-        p, q = p / p.sum(), q / q.sum()
-        rates.append(sum(min(a, b) for a, b in zip(p, q, strict=True)))
-    return np.array(rates)
-
-
-def schedule_of(page_count, recipe=RECIPE):
-    return SparsityScheduleConfig(
-        top_k_pages=[page_count - recipe.sink_pages - recipe.recent_pages],
-        **{**recipe.recipe, "dense_layers": recipe.dense_layers},
-    )
-
-
-# Models that do something to their logits beside a matrix product.
-HEAD_CONFIGS = {
-    "granite": GraniteConfig(**SHAPE, logits_scaling=3.0),
-    "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
-    "phi": PhiConfig(**SHAPE),
-    "gemma2": Gemma2Config(
-        **{**SHAPE, "initializer_range": 0.5},
-        final_logit_softcapping=3.0,
-        attn_logit_softcapping=None,
-        layer_types=["full_attention"] * SHAPE["num_hidden_layers"],
-        query_pre_attn_scalar=32,
-    ),
-}
-
-
-# Rates
-
-
-@pytest.mark.parametrize("chunk_size", [1, 37, 1000])
-def test_rates_equal_a_brute_force_computation(model, sequences, chunk_size):
+def tail_of(model, sequences, schedule, first, last):
+    """5th percentile over the cached lengths from `first` to `last`, of all rates at hand."""
+    rates, lengths = [], []
     for sequence in sequences:
-        rates = list(
-            sequence_acceptance(model, sequence, [schedule_of(count) for count in PAGE_COUNTS], chunk_size=chunk_size)
+        rates += next(sequence_acceptance(model, sequence, [schedule])).tolist()
+        lengths += sequence.cached_lengths.tolist()
+    rates, lengths = np.array(rates), np.array(lengths)
+    return np.quantile(rates[(lengths >= first) & (lengths <= last)], 0.05)
+
+
+def test_a_schedule_holds_its_target_as_a_whole(model, sequences):
+    options = {"recipe": RECIPE, "page_counts": PAGE_COUNTS, "bin_tokens": 64, "min_tokens": 50}
+    free = fit_schedule(model, sequences, target_acceptance=0.01, **options)
+    # Between what the smallest budget and what all pages give, so that bins differ in what they need.
+    tails = [entry.tail for entry in free.verified]
+    assert min(tails) < 0.9
+    target = round((min(tails) + 1) / 2, 3)
+    result = fit_schedule(model, sequences, target_acceptance=target, **options)
+    schedule = result.schedule
+    assert sorted(schedule.top_k_pages) == schedule.top_k_pages
+    assert set(schedule.top_k_pages) <= {count - 3 for count in PAGE_COUNTS}
+    assert sum(schedule.top_k_pages) > sum(free.schedule.top_k_pages)
+    assert not result.short_bins and schedule.target_acceptance == target and schedule.dense_layers == [0]
+    for entry in result.verified:
+        # Lengths are rounded up to whole pages.
+        assert entry.tail == pytest.approx(
+            tail_of(model, sequences, schedule, max(1, entry.start - 15), entry.start + 48), abs=1e-3
         )
-        for count, values in zip(PAGE_COUNTS, rates, strict=True):
-            expected = brute_force_rates(model, sequence, schedule_of(count))
-            assert values.shape == expected.shape == sequence.cached_lengths.shape
-            np.testing.assert_allclose(values.numpy(), expected, rtol=0, atol=1e-4)
-    # Two budgets are told apart far above the tolerance.
-    first, second, everything = (
-        values.mean()
-        for values in sequence_acceptance(model, sequences[1], [schedule_of(count) for count in PAGE_COUNTS])
+        assert entry.tail >= target
+    assert schedule.calibration["sequences"] == 3 and schedule.calibration["tokens"] == 220 + 215 + 209
+    assert schedule.calibration["tails"] == {str(e.start): round(e.tail, 4) for e in result.verified if e.tokens >= 50}
+
+
+def bins_of(*tails, tokens=1000):
+    return [BinStatistics(64 * i, tokens, 0.99, tail, 0.0, 0.0) for i, tail in enumerate(tails)]
+
+
+def test_bins_that_fall_short_as_a_whole_are_raised(model, sequences, monkeypatch):
+    measured, lines = [], []
+    answers = [bins_of(0.9, 0.001, 0.9, 0.9), bins_of(0.9, 0.9, 0.9, 0.002), bins_of(0.9, 0.9, 0.9, 0.9)]
+
+    def measure(model, sequences, schedule, chunk_size):
+        measured.append(schedule.top_k_pages)
+        return answers[len(measured) - 1]
+
+    monkeypatch.setattr(calibration, "measure_schedule", measure)
+    options = {"recipe": RECIPE, "page_counts": PAGE_COUNTS, "bin_tokens": 64, "min_tokens": 50}
+    result = fit_schedule(model, sequences, target_acceptance=0.01, report=lines.append, **options)
+    # The second bin is raised and takes the later ones along; then the last one alone is.
+    assert measured == [[0, 0, 0, 0], [0, 2, 2, 2], [0, 2, 2, 5]]
+    assert result.schedule.top_k_pages == [0, 2, 2, 5] and result.search.schedule.top_k_pages == [0] * 4
+    assert len(lines) == 2 and "1 of 4 bins fall short of 0.01 (lowest: 0.0010 from 64 tokens on)" in lines[0]
+    rows = result.to_table().rows
+    assert [row[1] for row in rows] == ["3", "5", "5", "8"]
+    assert "raised from 3" in rows[3][5] and "raised" not in rows[0][5]
+
+
+def test_what_even_the_largest_budget_does_not_reach_is_named(model, sequences, monkeypatch):
+    monkeypatch.setattr(calibration, "measure_schedule", lambda *args, **kwargs: bins_of(0.9, 0.5, 0.9, 0.9))
+    options = {"recipe": RECIPE, "page_counts": PAGE_COUNTS, "bin_tokens": 64, "min_tokens": 50}
+    result = fit_schedule(model, sequences, target_acceptance=0.8, allow_dense=True, **options)
+    assert [entry.start for entry in result.short_bins] == [64]
+    few = [*bins_of(0.9), *bins_of(0.9, 0.5, tokens=10)[1:]]
+    monkeypatch.setattr(calibration, "measure_schedule", lambda *args, **kwargs: few)
+    assert not fit_schedule(model, sequences, target_acceptance=0.8, allow_dense=True, **options).short_bins
+
+
+def test_measuring_leaves_the_model_in_its_mode(model, sequences):
+    model.train()
+    try:
+        schedule = SparsityScheduleConfig(top_k_pages=[2], bin_tokens=64, dense_layers=[])
+        measured = measure_schedule(model, sequences, schedule)
+        assert model.training
+    finally:
+        model.eval()
+    assert [entry.start for entry in measured] == [0, 64, 128, 192]
+    assert sum(entry.tokens for entry in measured) == 220 + 215 + 209
+    assert all(entry.bound_gap == 0 for entry in measured)
+
+
+def test_a_saved_result_loads_again(model, sequences, tmp_path):
+    result = fit_schedule(
+        model, sequences, recipe=RECIPE, page_counts=PAGE_COUNTS, bin_tokens=64, min_tokens=50, allow_dense=True
     )
-    assert first < second - 0.02 < everything - 0.04
+    result.save(tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    names = {"acceptance_table.json", "sparsity_schedule.json", "tail_acceptance.png", "schedule.png"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert SparsityScheduleConfig.from_pretrained(folder) == result.schedule
+    assert AcceptanceTable.load(folder / "acceptance_table.json") == result.table
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
 
 
-@pytest.mark.parametrize("name", HEAD_CONFIGS)
-def test_what_a_model_does_to_its_logits_is_kept(name, sequences):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(HEAD_CONFIGS[name], dtype=torch.float32).eval()
-    if name == "phi":  # the only one with a bias, which is 0 at first
-        torch.nn.init.normal_(model.lm_head.bias, std=3.0)
-    expected = brute_force_rates(model, sequences[0], schedule_of(4))
-    (rates,) = sequence_acceptance(model, sequences[0], [schedule_of(4)], chunk_size=50)
-    np.testing.assert_allclose(rates.numpy(), expected, rtol=0, atol=1e-4)
-    # The bare product of the head's weight with the hidden states would show.
-    bare = copy.deepcopy(model)
-    bare.config.logits_scaling, bare.logit_scale, bare.config.final_logit_softcapping = 1.0, 1.0, None
-    if name == "phi":
-        bare.lm_head.bias = None
-    assert np.abs(brute_force_rates(bare, sequences[0], schedule_of(4)) - expected).max() > 1e-2
-
-
-def test_every_field_of_the_recipe_counts(model, sequences):
-    recipe = SparsityScheduleConfig(
-        top_k_pages=[0],
-        page_size=32,
-        page_score="group_softmax",
-        landmarks_per_page=2,
-        landmark_dtype="fp8_e4m3",
-        bin_tokens=2048,
-        sink_pages=0,
-        recent_pages=1,
-        dense_layers=[2],
+def test_the_picture_shows_budgets_and_the_schedule(model, sequences):
+    result = fit_schedule(
+        model, sequences, recipe=RECIPE, page_counts=PAGE_COUNTS, bin_tokens=64, min_tokens=50, allow_dense=True
     )
-    table = measure_acceptance(model, sequences[1:2], recipe, [2], BIN_TOKENS)
-    expected = SparsityScheduleConfig(
-        top_k_pages=[1], landmark_dtype="fp8_e4m3", dense_layers=[2], bin_tokens=64, **recipe.recipe
+    (ax,) = result.plot_tails().axes
+    lines = {line.get_label(): line for line in ax.lines}
+    assert {"3", "5", "8", "100"} <= lines.keys()
+    tails = result.table.quantile(0.05)
+    enough = result.table.count[0] >= 50
+    assert lines["5"].get_ydata() == pytest.approx(tails[1][enough])
+    assert lines["5"].get_xdata() == pytest.approx((np.flatnonzero(enough) + 0.5) * 64)
+
+
+def test_calibrate_generates_what_it_measures_on(model):
+    result = calibrate(
+        model,
+        tiny_tokenizer(),
+        ["12+34=", "7*8="],
+        max_length=120,
+        seed=1,
+        recipe=RECIPE,
+        page_counts=[3, 100],
+        bin_tokens=64,
+        min_tokens=1,
+        allow_dense=True,
     )
-    rates = brute_force_rates(model, sequences[1], expected)
-    bins = expected.bin_index(sequences[1].cached_lengths).numpy()
-    for index in range(table.num_bins):
-        if (bins == index).any():
-            assert table.mean[0, index] == pytest.approx(rates[bins == index].mean(), abs=1e-5)
-    assert table.recipe == {"landmark_dtype": "fp8_e4m3", "dense_layers": [2], **recipe.recipe}
-
-
-def test_rates_of_a_schedule_that_grows_with_length(model, sequences):
-    schedule = SparsityScheduleConfig(top_k_pages=[0, 1, 2], bin_tokens=64, dense_layers=[])
-    (rates,) = sequence_acceptance(model, sequences[1], [schedule])
-    np.testing.assert_allclose(rates.numpy(), brute_force_rates(model, sequences[1], schedule), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.15), (torch.float16, 0.02)])
-def test_half_precision_models(model, sequences, dtype, tolerance):
-    half = copy.deepcopy(model).to(dtype)
-    *_, everything = rates = list(
-        sequence_acceptance(half, sequences[1], [schedule_of(count) for count in PAGE_COUNTS])
-    )
-    for count, values in zip(PAGE_COUNTS, rates, strict=True):
-        assert values.dtype == torch.float32
-        np.testing.assert_allclose(
-            values.numpy(), brute_force_rates(half, sequences[1], schedule_of(count)), rtol=0, atol=1e-4
-        )
-    assert everything.min() > 1 - tolerance
-
-
-def test_wrapped_models(model, sequences):
-    adapted = get_peft_model(
-        copy.deepcopy(model), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    ).eval()
-    (rates,) = sequence_acceptance(adapted, sequences[0], [schedule_of(4)])
-    np.testing.assert_allclose(
-        rates.numpy(), brute_force_rates(adapted, sequences[0], schedule_of(4)), rtol=0, atol=1e-4
-    )
-    (base,) = sequence_acceptance(model, sequences[0], [schedule_of(4)])
-    assert (rates - base).abs().max() > 1e-2
-
-
-def test_a_model_in_training_mode_is_refused(model, sequences):
-    with pytest.raises(ValueError, match="training mode, where dropout would act"):
-        sequence_acceptance(copy.deepcopy(model).train(), sequences[0], [schedule_of(4)])
-
-
-# Tables
-
-
-def test_the_table_holds_every_position_in_its_bin(model, sequences, table):
-    lengths = torch.cat([sequence.cached_lengths for sequence in sequences]).numpy()
-    # The first completion token is the dense prefill's, and nothing follows the last.
-    assert lengths[:112].tolist() == list(range(38, 150)) and len(lengths) == 112 + 180 + 28 + 2
-    bins = np.ceil(lengths / 16).astype(int) // (BIN_TOKENS // 16)
-    assert table.num_bins == bins.max() + 1 == 4
-    assert table.model_name is None and table.method == "teacher_forced" and table.bin_tokens == BIN_TOKENS
-    for budget, count in enumerate(PAGE_COUNTS):
-        rates = np.concatenate([brute_force_rates(model, sequence, schedule_of(count)) for sequence in sequences])
-        for index in range(table.num_bins):
-            values = rates[bins == index]
-            assert table.count[budget, index] == len(values) > 0
-            assert table.mean[budget, index] == pytest.approx(values.mean(), abs=1e-5)
-            assert table.quantile(0.05)[budget, index] == pytest.approx(np.quantile(values, 0.05), abs=6e-4)
-        assert table.num_sequences(budget).tolist() == [2, 3, 3, 1]
-
-
-def test_keeping_all_pages_gives_one(table):
-    assert (table.quantile(0)[-1] > 1 - 1e-5).all() and (table.mean[-1] > 1 - 1e-6).all()
-    assert table.mean[0, 1:].max() < 0.9  # the first bin has hardly more pages than are reserved
-
-
-def test_the_model_is_left_as_it_was(model, sequences):
-    model = copy.deepcopy(model).train()
-    model.model.layers[1].eval()
-    forward, implementation = model.model.forward, model.config._attn_implementation
-    measure_acceptance(model, sequences[:1], RECIPE, [4], BIN_TOKENS)
-    assert model.training and not model.model.layers[1].training and model.model.layers[2].mlp.training
-    assert model.model.forward == forward and "forward" not in vars(model.model)
-    assert model.config._attn_implementation == implementation
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_dropout_does_not_act(model, sequences, table):
-    model = copy.deepcopy(model).train()
-    for layer in model.model.layers:
-        layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.5)).train()
-    assert measure_acceptance(model, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS) == table
-
-
-def test_no_more_than_a_chunk_of_logits_exists(model, sequences, monkeypatch):
-    sizes = []
-    project = torch.nn.Linear.forward
-
-    def forward(module, states):
-        logits = project(module, states)
-        if logits.shape[-1] == SHAPE["vocab_size"]:
-            sizes.append(logits.shape[:-1].numel())
-        return logits
-
-    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
-    list(sequence_acceptance(model, sequences[1], [schedule_of(4), schedule_of(5)], chunk_size=50))
-    assert sizes == [50, 50, 50, 50, 50, 50, 30, 30] * 2
-
-
-def test_no_bar_without_a_terminal(model, sequences, capsys):
-    measure_acceptance(model, sequences[:1], RECIPE, [4], BIN_TOKENS)
-    captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
-
-
-def test_a_bar_on_a_terminal(model, sequences, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    measure_acceptance(model, sequences[:2], RECIPE, [4, 5], BIN_TOKENS)
-    assert "Measuring acceptance: 100%" in capsys.readouterr().err
-
-
-# Interruptions
-
-
-class Interruption(Exception):
-    pass
+    assert result.table.count.sum() > 0 and result.schedule.calibration["sequences"] <= 2
 
 
 @pytest.fixture
-def interrupt_after(monkeypatch):
-    """Lets so many sequences and budgets into tables, and raises at the next."""
-    update = AcceptanceTable.update
-
-    def arm(updates):
-        left = iter(range(updates))
-
-        def interrupted(*args):
-            if next(left, None) is None:
-                raise Interruption
-            update(*args)
-
-        monkeypatch.setattr(AcceptanceTable, "update", interrupted)
-
-    yield arm
+def saved(tmp_path):
+    folder = tmp_path / "model"
+    tiny_model("qwen3").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.parametrize("interval", [0, 1e9], ids=["every_budget", "every_sequence"])
-def test_resuming_after_any_interruption_gives_the_same_table(
-    model, sequences, table, tmp_path, monkeypatch, interrupt_after, interval
-):
-    monkeypatch.setattr(calibration, "CHECKPOINT_SECONDS", interval)
-    update = AcceptanceTable.update
-    num_pairs = len(sequences) * len(PAGE_COUNTS)
-    for updates in range(num_pairs + 1):
-        path = tmp_path / f"{updates}.json"
-        arguments = (model, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-        if updates < num_pairs:
-            interrupt_after(updates)
-            with pytest.raises(Interruption):
-                measure_acceptance(*arguments, checkpoint_path=path)
-        measured = []
-
-        def counting(*args, measured=measured):
-            measured.append(args)
-            update(*args)
-
-        monkeypatch.setattr(AcceptanceTable, "update", counting)
-        assert measure_acceptance(*arguments, checkpoint_path=path) == table
-        kept = updates if interval == 0 else updates // len(PAGE_COUNTS) * len(PAGE_COUNTS)
-        assert len(measured) == (num_pairs - kept if updates < num_pairs else num_pairs)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{n}.json" for n in range(num_pairs + 1))
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
-def test_a_finished_checkpoint_needs_no_model_pass(model, sequences, table, tmp_path, monkeypatch):
-    path = tmp_path / "checkpoint.json"
-    arguments = (model, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-    measure_acceptance(*arguments, checkpoint_path=path)
-    monkeypatch.setattr(type(model.model), "forward", None)
-    assert measure_acceptance(*arguments, checkpoint_path=path) == table
+def test_the_command_on_texts(saved, tmp_path, capsys):
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": TEXT * 4}, {"text": TEXT[::-1] * 4}, {"text": TEXT}])
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(
+        "bin_tokens: 64\npage_size: 32\npage_counts: [3, 6, 100]\ndense_layers: [-1]\nmin_tokens: 20\nnum_prompts: 2\n"
+    )
+    output = tmp_path / "out"
+    arguments = ["calibrate", "--model_name_or_path", str(saved), "--texts", texts, "--output_dir", str(output)]
+    options = ["--prompt_tokens", "30", "--max_length", "200", "--config", str(settings), "--allow_dense", "True"]
+    assert main([*arguments, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "2 sequences of 200 to 200 tokens." in printed and "tail, whole schedule" in printed
+    schedule = SparsityScheduleConfig.from_pretrained(output)
+    assert schedule.bin_tokens == 64 and schedule.dense_layers == [] and schedule.target_acceptance == 0.86
+    table = AcceptanceTable.load(output / "acceptance_table.json")
+    assert table.page_counts == [3, 6, 100] and table.count.sum(1).tolist() == [2 * 169] * 3
+    # All is there already: the measurement is read from its file, with other targets too.
+    assert main([*arguments, *options, "--target_acceptance", "0.5"]) == 0
+    assert SparsityScheduleConfig.from_pretrained(output).target_acceptance == 0.5
 
 
-def trained(model):
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.model.layers[3].mlp.parameters():
-            parameter.mul_(1.001)
-    return model
+def test_the_command_on_prompts(saved, tmp_path):
+    prompts = write_lines(tmp_path / "prompts.jsonl", [{"question": "12+34=", "answer": "46"}] * 3)
+    output = tmp_path / "out"
+    arguments = ["--model_name_or_path", str(saved), "--dataset", prompts, "--output_dir", str(output)]
+    options = ["--max_length", "90", "--bin_tokens", "32", "--page_counts", "3", "100", "--min_tokens", "5"]
+    assert main(["calibrate", *arguments, *options, "--allow_dense", "True"]) == 0
+    assert SparsityScheduleConfig.from_pretrained(output).calibration["sequences"] <= 3
 
 
 @pytest.mark.parametrize(
-    ("what", "change"),
+    ("arguments", "message"),
     [
-        ("sequences", lambda a: a | {"sequences": a["sequences"][:-1]}),
-        (
-            "sequences",
-            lambda a: a | {"sequences": [TokenSequence(s.token_ids, s.prompt_length - 1) for s in a["sequences"]]},
-        ),
-        ("page counts", lambda a: a | {"page_counts": [3, 5]}),
-        ("bin tokens", lambda a: a | {"bin_tokens": 128}),
-        ("recipe", lambda a: a | {"schedule_recipe": SparsityScheduleConfig(top_k_pages=[0], dense_layers=[1])}),
-        ("model", lambda a: a | {"model_name": "other"}),
-        ("weights", lambda a: a | {"model": trained(a["model"])}),
-        ("weights", lambda a: a | {"model": copy.deepcopy(a["model"]).double()}),
+        ([], "either --dataset"),
+        (["--texts", "a.txt", "--dataset", "b"], "either --dataset"),
+        (["--texts", "a.txt", "--prompt_tokens", "4095"], "--prompt_tokens must be between 1 and 4094"),
+        (["--dataset", "b", "--num_prompts", "0"], "--num_prompts must be positive, got 0"),
+        (["--dataset", "b", "--page_score", "quest"], "page_score"),
+        (["--texts", "nothing-there.txt"], "--texts must be a file, got 'nothing-there.txt'"),
     ],
 )
-def test_a_checkpoint_of_another_measurement_is_refused(model, sequences, tmp_path, interrupt_after, what, change):
-    path = tmp_path / "checkpoint.json"
-    arguments = {
-        "model": model,
-        "sequences": sequences,
-        "schedule_recipe": RECIPE,
-        "page_counts": PAGE_COUNTS,
-        "bin_tokens": BIN_TOKENS,
-        "checkpoint_path": path,
-    }
-    interrupt_after(4)
-    with pytest.raises(Interruption):
-        measure_acceptance(**arguments)
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"belongs to another calibration: its {what} differ .* remove the file"):
-        measure_acceptance(**change(arguments))
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("identity"), "is no checkpoint of a calibration"),
-        (lambda state: state.update(checkpoint_version=2), "another version of sparrow_trl"),
-        (lambda state: state.update(identity=[]), "belongs to another calibration"),
-        (lambda state: state.update(completed=13), "`completed` is 13, which must be between 0 and 12"),
-        (lambda state: state.update(completed=-1), "`completed` is -1"),
-        (lambda state: state["table"]["budgets"].pop(), "is damaged: `budgets` must have one entry"),
-        (lambda state: state["table"].update(model_name="other"), "is damaged: .*`model_name` is"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused(model, sequences, tmp_path, change, message):
-    path = tmp_path / "checkpoint.json"
-    arguments = (model, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-    measure_acceptance(*arguments, checkpoint_path=path)
-    state = json.loads(path.read_text())
-    change(state)
-    path.write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=message):
-        measure_acceptance(*arguments, checkpoint_path=path)
-
-
-def test_a_checkpoint_that_cannot_be_written_shows_before_the_first_pass(model, sequences, tmp_path, monkeypatch):
-    arguments = (model, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-    monkeypatch.setattr(type(model.model), "forward", None)
-    for path in (tmp_path, tmp_path / "missing" / "checkpoint.json"):
-        with pytest.raises(ValueError, match="must be a file in an existing folder"):
-            measure_acceptance(*arguments, checkpoint_path=path)
-
-    def full_disk(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(calibration, "write_atomically", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        measure_acceptance(*arguments, checkpoint_path=tmp_path / "checkpoint.json")
-
-
-# Several processes
-
-
-PROMPTS = ["12+34=", "a", "What is the sum of 1 and 2?", "x*y", "hello"]
-
-
-def measure_on_a_rank(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    model = tiny_model("qwen3").eval()
-    for num_sequences in (4, 1):
-        measure_acceptance(
-            model,
-            random_sequences()[:num_sequences],
-            RECIPE,
-            PAGE_COUNTS,
-            BIN_TOKENS,
-            checkpoint_path=folder / f"checkpoint_{num_sequences}.json",
-        ).save(folder / f"table_{num_sequences}_{rank}.json")
-    generated = generate_sequences(model, tiny_tokenizer(), PROMPTS, max_length=40, batch_size=2)
-    (folder / f"generated_{rank}.json").write_text(json.dumps([[s.token_ids, s.prompt_length] for s in generated]))
-    torch.distributed.destroy_process_group()
-
-
-def test_two_processes_equal_one(model, sequences, tmp_path):
-    mp.start_processes(measure_on_a_rank, args=(tmp_path,), nprocs=2, start_method="spawn")
-    for num_sequences in (4, 1):
-        arguments = (model, sequences[:num_sequences], RECIPE, PAGE_COUNTS, BIN_TOKENS)
-        expected = measure_acceptance(*arguments)
-        for rank in range(2):
-            assert AcceptanceTable.load(tmp_path / f"table_{num_sequences}_{rank}.json") == expected
-        # Each rank measured its share, and keeps it apart.
-        path = tmp_path / f"checkpoint_{num_sequences}.json"
-        states = [json.loads(file.read_text()) for file in (path, path.with_name(f"{path.name}.rank1"))]
-        shares = [AcceptanceTable.from_dict(state["table"]).count.sum() for state in states]
-        assert sum(shares) == expected.count.sum() and shares[0] > 0 and (shares[1] > 0) == (num_sequences > 1)
-        with pytest.raises(ValueError, match="its number of processes differ"):
-            measure_acceptance(*arguments, checkpoint_path=path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a completion of one token
-        generated = generate_sequences(model, tiny_tokenizer(), PROMPTS, max_length=40, batch_size=2)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"generated_{rank}.json").read_text())
-        assert found == [[s.token_ids, s.prompt_length] for s in generated]
-
-
-# Broken models
-
-
-def spoil(module, position, value):
-    """Puts `value` at one position of what `module` gives, where sequences are long enough."""
-
-    def hook(module, args, output):
-        if output.shape[1] > position:
-            output = output.clone()
-            output[:, position, 5] = value
-        return output
-
-    return module.register_forward_hook(hook)
-
-
-@pytest.mark.parametrize(
-    ("name", "position", "reported"),
-    [
-        ("model.layers.3.mlp.down_proj", 80, "80"),
-        # Below other layers a NaN may reach earlier positions too: attention multiplies it by a probability of 0.
-        ("model.layers.2.self_attn.q_proj", 100, "(100|20)"),
-        ("model.layers.1.mlp.gate_proj", 80, "(80|20)"),
-        # Before the completion it shows at the first position that counts.
-        ("model.embed_tokens", 10, "20"),
-    ],
-)
-def test_a_nan_is_reported_with_its_layer_and_position(model, sequences, name, position, reported):
-    broken = copy.deepcopy(model)
-    spoil(broken.get_submodule(name), position, float("nan"))
-    # `sequences[1]` is the longest and comes first.
-    message = (
-        rf"^The dense pass gives NaN logits at position {reported} of `sequences\[1\]`. The first module whose output "
-        rf"is not finite is `{name}`, at position {position}.$"
-    )
-    with pytest.raises(ValueError, match=message):
-        measure_acceptance(broken, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-    assert "forward" not in vars(broken.model)
-    assert sum(len(module._forward_hooks) for module in broken.modules()) == 1
-
-
-def test_a_nan_among_experts_is_reported_with_its_position(sequences):
-    broken = tiny_model("qwen3_moe").eval()
-
-    def hook(module, args, output):
-        if len(output) > 80:
-            output = output.clone()
-            output[80, 5] = float("nan")
-        return output
-
-    broken.model.layers[3].mlp.experts.register_forward_hook(hook)  # [tokens, hidden]
-    message = "at position 80 of .* whose output is not finite is `model.layers.3.mlp.experts`, at position 80.$"
-    with pytest.raises(ValueError, match=message):
-        measure_acceptance(broken, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-
-
-def test_a_nan_of_the_sparse_pass_names_the_budget(model, sequences, monkeypatch):
-    attention = calibration.sparse_attention_context
-
-    def broken_context(model, schedule, **kwargs):
-        if schedule.top_k_pages == [2] and len(sequences[1].token_ids) > 100:
-            hooks.append(spoil(model.model.layers[3].self_attn.o_proj, 150, float("nan")))
-        return attention(model, schedule, **kwargs)
-
-    hooks = []
-    monkeypatch.setattr(calibration, "sparse_attention_context", broken_context)
-    message = (
-        r"The sparse pass with `top_k_pages` \[2\] gives NaN logits at position 150 of `sequences\[1\]`. The first "
-        "module whose output is not finite is `model.layers.3.self_attn.o_proj`, at position 150"
-    )
-    with pytest.raises(ValueError, match=message):
-        measure_acceptance(copy.deepcopy(model), sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-    assert hooks
-
-
-@pytest.mark.parametrize("chunk_size", [7, 256])
-@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
-def test_infinite_logits_are_reported(sequences, value, chunk_size):
-    broken = tiny_model("qwen3_untied").eval()
-
-    def hook(module, args, output):
-        marked = (args[0] == spot).all(-1)
-        return output.masked_fill(marked[..., None], value)
-
-    # Found by its hidden state, since the head sees a chunk at a time.
-    with torch.no_grad():
-        spot = broken.model(torch.tensor([sequences[1].token_ids[:-1]])).last_hidden_state[0, 64]
-    broken.lm_head.register_forward_hook(hook)
-    with pytest.raises(ValueError) as error:
-        measure_acceptance(broken, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS, chunk_size=chunk_size)
-    assert str(error.value) == (
-        "The dense pass gives infinite logits at position 64 of `sequences[1]`. The first module whose output is not "
-        "finite is `lm_head`, at position 64."
-    )
-
-
-def test_a_failure_that_comes_and_goes_says_so(model, sequences):
-    broken = copy.deepcopy(model)
-    calls = []
-
-    def hook(module, args, output):
-        calls.append(output.shape[1])
-        return output * float("nan") if calls.count(200) == 1 and output.shape[1] == 200 else output
-
-    broken.model.layers[2].mlp.down_proj.register_forward_hook(hook)
-    with pytest.raises(ValueError, match="NaN logits at position 20 .* the failure comes and goes"):
-        measure_acceptance(broken, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-
-
-# Refusals
-
-
-class Stopped(Exception):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sequences": []}, "There are no sequences"),
-        ({"sequences": [TokenSequence([2] * 9, 10)]}, r"`sequences\[0\]` has a prompt of 10 tokens, more than its 9"),
-        ({"sequences": [TokenSequence([2] * 9, 0)]}, "has a prompt of 0 tokens; it needs at least one"),
-        (
-            {"sequences": [TokenSequence([2] * 9, 4), TokenSequence([2] * 9, 8)]},
-            r"`sequences\[1\]` has a completion of 1 tokens; it needs at least two",
-        ),
-        ({"sequences": [TokenSequence([2] * 9, 9)]}, "has a completion of 0 tokens"),
-        ({"sequences": [TokenSequence([2] * 2049, 9)]}, "has 2049 tokens, but the model has 2048 positions"),
-        ({"sequences": [TokenSequence([2, 3.0, 4, 5], 1)]}, r"`sequences\[0\]` must have a list of `int` token ids"),
-        ({"sequences": [TokenSequence([2, 3, 4, 5], 1.0)]}, "and an `int` prompt length"),
-        ({"sequences": [TokenSequence(torch.tensor([2, 3, 4, 5]), 1)]}, "must have a list of `int` token ids"),
-        ({"sequences": [TokenSequence([2, 3, 4, 1000], 1)]}, r"has token ids outside \[0, "),
-        ({"sequences": [TokenSequence([2, 3, -4, 5], 1)]}, r"has token ids outside \[0, "),
-        ({"page_counts": [2, 5]}, "must cover the 3 reserved pages"),
-        ({"page_counts": [5, 4]}, "must ascend"),
-        ({"bin_tokens": 100}, "multiple of `page_size`"),
-        ({"chunk_size": 0}, "`chunk_size` must be positive, got 0"),
-        (
-            {"schedule_recipe": SparsityScheduleConfig(top_k_pages=[0], dense_layers=[1, 4])},
-            "`dense_layers` names layer 4, but the model has 4",
-        ),
-        ({"schedule_recipe": SparsityScheduleConfig.dense()}, "all layers dense"),
-        ({"model": torch.nn.Linear(2, 2)}, "needs a causal language model of transformers, got Linear"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(model, sequences, monkeypatch, tmp_path, changes, message):
-    def forward(*args, **kwargs):
-        raise Stopped
-
-    monkeypatch.setattr(type(model.model), "forward", forward)
-    arguments = {
-        "model": model,
-        "sequences": sequences,
-        "schedule_recipe": RECIPE,
-        "page_counts": PAGE_COUNTS,
-        "bin_tokens": BIN_TOKENS,
-        "checkpoint_path": tmp_path / "checkpoint.json",
-    }
-    with pytest.raises(ValueError, match=message):
-        measure_acceptance(**{**arguments, **changes})
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(Stopped):
-        measure_acceptance(**arguments)
-
-
-def test_models_that_sparse_attention_does_not_support_are_refused(sequences):
-    model, lengths = tiny_model("mistral_window").eval(), []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    with pytest.raises(ValueError, match="does not support a sliding window"):
-        measure_acceptance(model, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-    assert max(lengths) == 2  # before any long pass
-
-
-def test_models_without_a_head_or_with_virtual_tokens_are_refused(model, sequences):
-    with pytest.raises(ValueError, match="needs a causal language model"):
-        measure_acceptance(AutoModel.from_config(model.config), sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-    prompted = get_peft_model(copy.deepcopy(model), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ValueError, match="virtual tokens before the prompt"):
-        measure_acceptance(prompted, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-
-
-def test_a_model_that_bypasses_its_backbone_is_refused(model, sequences, monkeypatch):
-    monkeypatch.setattr(
-        type(model),
-        "forward",
-        lambda self, input_ids: type("Output", (), {"logits": torch.zeros(1, input_ids.shape[1], 9)}),
-    )
-    with pytest.raises(ValueError, match="does not make logits from the hidden states of its backbone"):
-        measure_acceptance(model, sequences, RECIPE, PAGE_COUNTS, BIN_TOKENS)
-
-
-def test_sequences_inside_one_bin_give_a_warning(model, sequences):
-    with pytest.warns(UserWarning, match="None of the 2 sequences .* from 21 to 200, and `bin_tokens` is 256"):
-        measure_acceptance(model, sequences[:2], RECIPE, [4], 256)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        measure_acceptance(model, sequences[:2], RECIPE, [4], 128)
-
-
-# Generation
-
-
-def test_generated_sequences_are_the_models_own_samples(model):
-    tokenizer = tiny_tokenizer()
-    model = copy.deepcopy(model)
-    # Settings that would leave a single token.
-    model.generation_config = GenerationConfig(
-        do_sample=True, top_k=1, temperature=0.3, min_p=0.9, repetition_penalty=2.0, eos_token_id=EOS_TOKEN_ID
-    )
-    settings = model.generation_config.to_dict()
-
-    # A first token that ends the completion would be left out.
-    def never_end(module, args, output):
-        output.logits[..., EOS_TOKEN_ID] = -1e4
-        return output
-
-    model.register_forward_hook(never_end)
-    prompts = ["abc"] * 400
-    state = torch.get_rng_state()
-    generated = generate_sequences(model, tokenizer, prompts, max_length=5, batch_size=400)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.generation_config.to_dict() == settings
-    ids = tokenizer("abc")["input_ids"]
-    assert all(sequence.token_ids[:3] == ids and sequence.prompt_length == 3 for sequence in generated)
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
-    counts = torch.bincount(
-        torch.tensor([sequence.token_ids[3] for sequence in generated]), minlength=SHAPE["vocab_size"]
-    )
-    # Total variation between 400 samples and the distribution; a sharper one is much farther.
-    assert (counts / counts.sum() - expected).abs().sum() / 2 < 0.25
-    sharper = expected.pow(2) / expected.pow(2).sum()
-    assert (sharper - expected).abs().sum() / 2 > 0.3
-
-
-def test_padding_does_not_change_what_is_sampled(model):
-    tokenizer = tiny_tokenizer()
-    together = generate_sequences(model, tokenizer, PROMPTS, max_length=60)
-    assert [s.token_ids[: s.prompt_length] for s in together] == tokenizer(PROMPTS)["input_ids"]
-    longest = max(len(ids) for ids in tokenizer(PROMPTS)["input_ids"])
-    for sequence in together:
-        completion = sequence.token_ids[sequence.prompt_length :]
-        assert EOS_TOKEN_ID not in completion[:-1]
-        assert len(completion) == 60 - longest or completion[-1] == EOS_TOKEN_ID
-    assert generate_sequences(model, tokenizer, PROMPTS, max_length=60) == together
-    assert generate_sequences(model, tokenizer, PROMPTS, max_length=60, seed=1) != together
-    # The sampled tokens are likely under the model, which left padding seen as text would prevent.
-    logprobs, uniform = [], -np.log(SHAPE["vocab_size"])
-    for sequence in together:
-        with torch.no_grad():
-            logits = model(torch.tensor([sequence.token_ids])).logits[0].log_softmax(-1)
-        targets = torch.tensor(sequence.token_ids[sequence.prompt_length :])
-        logprobs.append(logits[sequence.prompt_length - 1 : -1].gather(-1, targets[:, None]).mean())
-    assert min(logprobs) > uniform + 0.5
-
-
-def test_conversations_use_the_chat_template(model):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}A{% endif %}"
-    )
-    (sequence,) = generate_sequences(model, tokenizer, [[{"role": "user", "content": "1+1"}]], max_length=20)
-    assert tokenizer.decode(sequence.token_ids[: sequence.prompt_length]) == "1+1;A"
-
-
-def test_completions_of_one_token_are_left_out(model):
-    model = copy.deepcopy(model)
-    ending = tiny_tokenizer()("b")["input_ids"][0]
-
-    def end_after_b(module, args, kwargs, output):
-        ends = kwargs["input_ids"][:, -1] == ending
-        output.logits[:, -1, EOS_TOKEN_ID] = torch.where(ends, 1e4, -1e4)
-        return output
-
-    model.register_forward_hook(end_after_b, with_kwargs=True)
-    with pytest.warns(UserWarning, match="1 of 2 completions ended with their first token and are left out"):
-        (sequence,) = generate_sequences(model, tiny_tokenizer(), ["ab", "a"], max_length=12)
-    assert sequence.prompt_length == 1
-    with pytest.raises(ValueError, match="ended every completion with its first token"):
-        generate_sequences(model, tiny_tokenizer(), ["ab", "bb"], max_length=12)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompts": []}, "`prompts` must be a list of at least one"),
-        ({"prompts": "abc"}, "`prompts` must be a list of at least one"),
-        ({"prompts": ["a", ""]}, r"`prompts\[1\]` has 0 tokens"),
-        ({"prompts": ["a", "b" * 19]}, r"`prompts\[1\]` has 19 tokens; .* at most 18"),
-        ({"max_length": 4096}, "`max_length` is 4096, but the model has 2048"),
-        ({"batch_size": 0}, "`batch_size` must be positive"),
-    ],
-)
-def test_bad_prompts_are_refused(model, changes, message):
-    with pytest.raises(ValueError, match=message):
-        generate_sequences(model, tiny_tokenizer(), **{"prompts": ["a"], "max_length": 20, **changes})
+def test_arguments_that_cannot_be_calibrated(arguments, message, capsys):
+    assert main(["calibrate", "--model_name_or_path", "m", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_data_that_cannot_be_calibrated(saved, tmp_path, capsys):
+    model = ["calibrate", "--model_name_or_path", str(saved), "--output_dir", str(tmp_path / "out")]
+    rows = write_lines(tmp_path / "rows.jsonl", [{"sentence": TEXT}])
+    assert main([*model, "--dataset", rows]) == 1
+    assert "no column prompt or problem or question or text; its columns are sentence" in capsys.readouterr().err
+    assert main([*model, "--dataset", rows, "--prompt_column", "words"]) == 1
+    assert "no column words" in capsys.readouterr().err
+    short = tmp_path / "short.txt"
+    short.write_text("Short.")
+    assert main([*model, "--texts", str(short)]) == 1
+    assert "1 of 1 texts have fewer than 258 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_of_calibrate_explains_its_arguments(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["calibrate", "--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "usage: sparrow-trl calibrate" in printed and "Tail acceptance to keep." in printed
