@@ -31,7 +31,7 @@ def plot_tails(
         table ([`~sparrow_trl.acceptance_table.AcceptanceTable`]):
             Acceptance rates of the budgets.
         schedule ([`SparsityScheduleConfig`], *optional*):
-            Schedule whose budgets and target are marked.
+            Schedule of the same recipe whose budgets and target are marked.
         q (`float`, *optional*, defaults to `0.05`):
             Quantile of the tail.
         min_tokens (`int`, *optional*, defaults to `200`):
@@ -44,20 +44,20 @@ def plot_tails(
 
     figure, ax = _figure()
     tails, enough = table.quantile(q), table.count >= min_tokens
-    lengths = (np.arange(table.num_bins) + 0.5) * table.bin_tokens
+    lengths = np.array([sum(table.schedule(0).bin_lengths(index)) / 2 for index in range(table.num_bins)])
     colors = matplotlib.colormaps["viridis"]
     for row, pages in enumerate(table.page_counts):
         color, shown = colors(row / max(1, len(table.page_counts) - 1)), enough[row]
         if shown.any():
             ax.plot(lengths[shown], tails[row][shown], marker="o", markersize=3, color=color, label=f"{pages}")
     if schedule is not None:
-        reserved = schedule.sink_pages + schedule.recent_pages
-        cells = [
-            (table.page_counts.index(top_k + reserved), index)
-            for index, top_k in enumerate(schedule.top_k_pages[: table.num_bins])
-            if top_k + reserved in table.page_counts
-        ]
-        marks = [(lengths[column], tails[row, column]) for row, column in cells if enough[row, column]]
+        _check_recipe(table, schedule)
+        marks = []
+        for column, length in enumerate(lengths):
+            pages = schedule.budget(int(length)) // schedule.page_size
+            row = table.page_counts.index(pages) if pages in table.page_counts else None
+            if row is not None and enough[row, column]:
+                marks.append((length, tails[row, column]))
         if marks:
             style = {"markersize": 10, "markerfacecolor": "none", "color": "C3"}
             ax.plot(*zip(*marks, strict=True), "o", **style, label="schedule")
@@ -117,8 +117,8 @@ def plot_distribution(table: AcceptanceTable, budget_index: int, bin_index: int)
         density = stats.beta(fit.a, fit.b).pdf(rates / TAIL_BOUND) / TAIL_BOUND
         label = f"Beta({fit.a:.2f}, {fit.b:.2f}), KS distance {fit.ks_distance:.3f}"
         ax.plot(rates, density, color="C1", label=label)
-    start = bin_index * table.bin_tokens
-    span = f"{start:,} to {start + table.bin_tokens:,}"
+    first, last = table.schedule(0).bin_lengths(bin_index)
+    span = f"{first:,} to {last:,}"
     ax.set_title(f"{table.page_counts[budget_index]} pages, cached lengths {span} ({tokens:,} tokens)")
     ax.set_xlabel("acceptance rate")
     ax.set_ylabel("density")
@@ -159,7 +159,6 @@ def plot_costs(
     bins = {table.bin_tokens for table in tables.values()}
     if len(bins) != 1:
         raise ValueError(f"The tables must have the same `bin_tokens`, got {sorted(bins)}.")
-    (bin_tokens,) = bins
     num_bins = min(table.num_bins for table in tables.values())
     least = np.min([table.count[:, :num_bins].min(0) for table in tables.values()], axis=0)
     full = np.flatnonzero(least >= min_tokens).tolist()
@@ -168,7 +167,8 @@ def plot_costs(
         raise ValueError(f"{where} {min_tokens} tokens or more under every budget of every table.")
     bin_index = full[-1] if bin_index is None else bin_index
     figure, ax = _figure()
-    length = int((bin_index + 0.5) * bin_tokens)
+    first, last = next(iter(tables.values())).schedule(0).bin_lengths(bin_index)
+    length = (first + last) // 2
     for name, table in tables.items():
         traffic = [step_traffic(shape, 1, [length], table.schedule(row)) for row in range(len(table.page_counts))]
         megabytes = [(step.kv + step.landmarks) / 1e6 for step in traffic]
@@ -177,9 +177,18 @@ def plot_costs(
     ax.axvline(dense.kv / 1e6, color="0.6", linestyle="--", linewidth=1, label="dense")
     ax.set_xlabel(f"keys, values and landmarks read for a token at {length:,} (MB)")
     ax.set_ylabel(f"tail acceptance (q{100 * q:02.3g})")
-    ax.set_title(f"{bin_index * bin_tokens:,} to {(bin_index + 1) * bin_tokens:,} cached tokens")
+    ax.set_title(f"{first:,} to {last:,} cached tokens")
     ax.legend()
     return figure
+
+
+def _check_recipe(table: AcceptanceTable, schedule: SparsityScheduleConfig) -> None:
+    if schedule.is_dense or schedule.layer_top_k_pages is not None:
+        raise ValueError("Only schedules with one budget for all sparse layers can be marked in a table of budgets.")
+    differing = [name for name, value in table.recipe.items() if getattr(schedule, name) != value]
+    if differing:
+        texts = [f"{name} {getattr(schedule, name)!r} and {table.recipe[name]!r}" for name in differing]
+        raise ValueError(f"The schedule and the table are of different recipes: {', '.join(texts)}.")
 
 
 def _tail_sample(table: AcceptanceTable, budget_index: int, bin_index: int) -> np.ndarray:

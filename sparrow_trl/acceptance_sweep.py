@@ -136,7 +136,7 @@ def measure_acceptance(
     )
     _warn_without_full_bin(sequences, bins)
 
-    rank, num_processes = _process()
+    rank, num_processes = process_rank()
     # The longest first, so that processes finish together and a sequence that does not fit into memory shows at once.
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index].token_ids))[rank::num_processes]
     checkpoint = None
@@ -260,7 +260,7 @@ def generate_sequences(
                 f"`prompts[{index}]` has {len(ids)} tokens; at least 1 is needed, and at most {max_length - 2} leave "
                 f"room for two more within `max_length` ({max_length})."
             )
-    rank, num_processes = _process()
+    rank, num_processes = process_rank()
     # Prompts of like length together, since a batch has as much room as its longest prompt leaves.
     order = sorted(range(len(prompts)), key=lambda index: len(prompt_ids[index]))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -279,7 +279,7 @@ def generate_sequences(
             batch = batches[number]
             rows = _generate_batch(causal_lm, tokenizer, [prompt_ids[index] for index in batch], max_length)
             completions.update(zip(batch, rows, strict=True))
-    for gathered in _gathered(completions):
+    for gathered in gather_objects(completions):
         completions.update(gathered)
     kept = [index for index in range(len(prompts)) if len(completions[index]) > 1]
     if not kept:
@@ -493,6 +493,8 @@ def _check_layers(model: PreTrainedModel, recipe: SparsityScheduleConfig) -> Non
     num_layers = model.config.get_text_config().num_hidden_layers
     if recipe.dense_layers and max(recipe.dense_layers) >= num_layers:
         raise ValueError(f"`dense_layers` names layer {max(recipe.dense_layers)}, but the model has {num_layers}.")
+    if all(map(recipe.is_dense_layer, range(num_layers))):
+        raise ValueError(f"All {num_layers} layers are dense (`dense_layers`), so there is nothing to calibrate.")
 
 
 def _warn_without_full_bin(sequences: list[TokenSequence], bins: SparsityScheduleConfig) -> None:
@@ -507,16 +509,16 @@ def _warn_without_full_bin(sequences: list[TokenSequence], bins: SparsitySchedul
         )
 
 
-def _process() -> tuple[int, int]:
+def process_rank() -> tuple[int, int]:
     """Rank of this process, and the number of processes."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
-def _gathered(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     """`value` of every process."""
-    num_processes = _process()[1]
+    num_processes = process_rank()[1]
     if num_processes == 1:
         return [value]
     values = [None] * num_processes
@@ -526,8 +528,8 @@ def _gathered(value: Any) -> list[Any]:
 
 def _merged(table: AcceptanceTable) -> AcceptanceTable:
     """The tokens of every process, which leave `table` changed."""
-    own_rank = _process()[0]
-    for rank, values in enumerate(_gathered(table.to_dict())):
+    own_rank = process_rank()[0]
+    for rank, values in enumerate(gather_objects(table.to_dict())):
         if rank != own_rank:
             table.merge(AcceptanceTable.from_dict(values))
     return table

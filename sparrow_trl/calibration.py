@@ -11,12 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import nn
 
 from .acceptance import AcceptanceTracker, BinStatistics
 from .acceptance_plots import plot_tails
-from .acceptance_sweep import TokenSequence, generate_sequences, measure_acceptance, sequence_acceptance
+from .acceptance_sweep import (
+    TokenSequence,
+    gather_objects,
+    generate_sequences,
+    measure_acceptance,
+    process_rank,
+    sequence_acceptance,
+)
 from .acceptance_table import AcceptanceTable
 from .schedule import SparsityScheduleConfig
 from .schedule_report import draw_schedule, save_figure
@@ -77,7 +83,7 @@ class CalibrationResult:
             enough = entry is not None and entry.tokens >= self.min_tokens
             table.rows.append(
                 [
-                    f"{choice.start:,}-{choice.start + self.schedule.bin_tokens:,}",
+                    "{:,}-{:,}".format(*self.schedule.bin_lengths(choice.start // self.schedule.bin_tokens)),
                     str(pages),
                     _text(self._single_tail(pages, choice.start)),
                     f"{entry.tail:.4f}" if enough else "-",
@@ -173,6 +179,7 @@ def fit_schedule(
     checkpoint_path: str | Path | None = None,
     chunk_size: int = 256,
     report: Callable[[str], None] | None = None,
+    on_measured: Callable[[AcceptanceTable], None] | None = None,
 ) -> CalibrationResult:
     """
     Calibrate a schedule on given sequences, teacher-forced.
@@ -204,6 +211,8 @@ def fit_schedule(
             Positions whose logits are held at once.
         report (callable, *optional*):
             Called with a line of text when something was decided.
+        on_measured (callable, *optional*):
+            Called with the acceptance table before the search, which may find that no budget reaches the target.
 
     Returns:
         [`CalibrationResult`]
@@ -213,6 +222,13 @@ def fit_schedule(
             [`~sparrow_trl.schedule_search.search_schedule`].
     """
     recipe = SparsityScheduleConfig(top_k_pages=[0]) if recipe is None else recipe
+    # Refused before the long part.
+    replace(recipe, bin_tokens=bin_tokens, target_acceptance=target_acceptance)
+    if target_acceptance is None or isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
+        raise ValueError(
+            "`target_acceptance` must be a number in (0, 1] and `min_tokens` a positive integer, got "
+            f"{target_acceptance!r} and {min_tokens!r}."
+        )
     if page_counts is None:
         longest = max((len(sequence.token_ids) for sequence in sequences), default=0) // recipe.page_size
         page_counts = [pages for pages in PAGE_COUNTS if pages <= longest] or [PAGE_COUNTS[0]]
@@ -226,6 +242,8 @@ def fit_schedule(
         checkpoint_path=checkpoint_path,
         chunk_size=chunk_size,
     )
+    if on_measured is not None:
+        on_measured(table)
     search = search_schedule(
         table.page_counts,
         table.quantile(recipe.tail_quantile),
@@ -249,7 +267,8 @@ def fit_schedule(
         if report is not None:
             report(
                 f"Under the schedule itself {len(short)} of {len(verified)} bins fall short of {target_acceptance:g} "
-                f"(lowest: {worst.tail:.4f} from {worst.start:,} tokens on). They get the next larger budget."
+                f"(lowest: {worst.tail:.4f} around {worst.start + bin_tokens // 2:,} tokens). They get the next "
+                "larger budget."
             )
         schedule = raised
     tokens = sum(len(sequence.cached_lengths) for sequence in sequences)
@@ -285,29 +304,34 @@ def measure_schedule(
     Returns:
         `list[BinStatistics]`: one per bin of cached length with tokens in it, shortest first.
     """
-    tracker, accelerator = AcceptanceTracker(schedule), None
-    rank, num_processes = 0, 1
-    if dist.is_available() and dist.is_initialized():
-        from accelerate import Accelerator
-
-        accelerator = Accelerator()
-        rank, num_processes = accelerator.process_index, accelerator.num_processes
+    rank, num_processes = process_rank()
+    rates = {}
     training = model.training
     model.eval()
     try:
-        for sequence in sequences[rank::num_processes]:
-            (rates,) = sequence_acceptance(model, sequence, [schedule], chunk_size=chunk_size)
-            tracker.update(rates, rates, sequence.cached_lengths)
+        for index in range(rank, len(sequences), num_processes):
+            (rates[index],) = sequence_acceptance(model, sequences[index], [schedule], chunk_size=chunk_size)
+            rates[index] = rates[index].cpu()
     finally:
         model.train(training)
-    tracker.end_step(accelerator)
+    tracker = AcceptanceTracker(schedule)
+    for gathered in gather_objects(rates):
+        for index, values in gathered.items():
+            tracker.update(values, values, sequences[index].cached_lengths)
+    tracker.end_step()
     return tracker.bin_statistics()
 
 
 def _short_bins(
     verified: list[BinStatistics], schedule: SparsityScheduleConfig, min_tokens: int
 ) -> list[BinStatistics]:
-    return [entry for entry in verified if entry.tokens >= min_tokens and entry.tail < schedule.target_acceptance]
+    """Bins below the target that a larger budget could still help."""
+    short = []
+    for entry in verified:
+        last = schedule.bin_lengths(entry.start // schedule.bin_tokens)[1]
+        if entry.tokens >= min_tokens and entry.tail < schedule.target_acceptance and schedule.budget(last) < last:
+            short.append(entry)
+    return short
 
 
 def _raise_bins(schedule: SparsityScheduleConfig, bins: list[int], page_counts: list[int]) -> SparsityScheduleConfig:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         else:
             args.run(args)
-    except (ImportError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"sparrow-trl {args.command}: {error}\n")
         return 1
     except KeyboardInterrupt:

@@ -4,13 +4,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from trl import TrlParser
 
+from .acceptance_plots import plot_tails
+from .acceptance_sweep import TokenSequence, generate_sequences, process_rank
+from .acceptance_table import AcceptanceTable
+from .json_files import dump_json_object, read_json_object, write_atomically
 from .schedule import SparsityScheduleConfig
+from .schedule_report import save_figure
 from .tables import make_console
 
 
 CHECKPOINT_NAME = "measurement.json"
+SEQUENCES_NAME = "sequences.json"
+MAX_SEQUENCES_BYTES = 2**28
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 PROMPT_COLUMNS = ("prompt", "problem", "question", "text")
 
 
@@ -42,7 +51,7 @@ class CalibrateArguments:
     )
     texts: str | None = field(
         default=None,
-        metadata={"help": "Texts to measure on, without generating: a text file, or JSON Lines with a column `text`."},
+        metadata={"help": "Texts to measure on, without generating: a .txt file, or JSON Lines with a column `text`."},
     )
     num_prompts: int = field(default=16, metadata={"help": "Prompts or texts to use, from the first on."})
     prompt_tokens: int = field(
@@ -73,8 +82,15 @@ class CalibrateArguments:
     def __post_init__(self):
         if (self.dataset is None) == (self.texts is None):
             raise ValueError("Give either --dataset, whose prompts are completed, or --texts.")
-        if self.num_prompts < 1:
-            raise ValueError(f"--num_prompts must be positive, got {self.num_prompts}.")
+        if self.texts is not None and self.prompt_column is not None:
+            raise ValueError("--prompt_column is for --dataset; texts are in the column `text`.")
+        for name in ("num_prompts", "min_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be positive, got {getattr(self, name)}.")
+        if self.max_length < 3:
+            raise ValueError(f"--max_length must be at least 3, got {self.max_length}.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         if self.texts is not None and not 1 <= self.prompt_tokens <= self.max_length - 2:
             raise ValueError(
                 f"--prompt_tokens must be between 1 and {self.max_length - 2}, two less than --max_length, got "
@@ -87,6 +103,7 @@ class CalibrateArguments:
         return SparsityScheduleConfig(
             top_k_pages=[0],
             bin_tokens=self.bin_tokens,
+            target_acceptance=self.target_acceptance,
             page_size=self.page_size,
             page_score=self.page_score,
             landmarks_per_page=self.landmarks_per_page,
@@ -106,89 +123,160 @@ def run_calibrate(arguments: list[str]) -> None:
         ValueError: for arguments, texts or a model that cannot be calibrated.
     """
     parser = TrlParser(CalibrateArguments, prog="sparrow-trl calibrate")
-    (args,) = parser.parse_args_and_config(args=arguments)
-    recipe = args.recipe  # refused before the model is loaded
+    try:
+        (args,) = parser.parse_args_and_config(args=arguments)
+    except (yaml.YAMLError, IndexError) as error:
+        raise ValueError(f"--config needs a YAML file of arguments: {error}") from error
+    recipe = args.recipe
+    if args.page_counts:
+        AcceptanceTable(recipe, args.page_counts, args.bin_tokens, 1)  # refused before the model is loaded
+    prompts = load_prompts(args)
 
     from accelerate import PartialState
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .acceptance_sweep import TokenSequence, generate_sequences
-    from .calibration import fit_schedule
+    from .calibration import TABLE_NAME, TAIL_PICTURE_NAME, fit_schedule
 
     state = PartialState()
+    is_main = process_rank()[0] == 0
     console = make_console()
 
     def report(text: str) -> None:
-        if state.is_main_process:
+        if is_main:
             console.print(text)
 
-    prompts = load_prompts(args)
+    def save_table(table: AcceptanceTable) -> None:
+        if is_main:
+            table.save(folder / TABLE_NAME)
+            save_figure(plot_tails(table, min_tokens=args.min_tokens), folder / TAIL_PICTURE_NAME)
+
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype).to(state.device)
-    if args.texts is None:
-        sequences = generate_sequences(
-            model, tokenizer, prompts, max_length=args.max_length, batch_size=args.batch_size, seed=args.seed
-        )
-    else:
-        ids = tokenizer(prompts, truncation=True, max_length=args.max_length)["input_ids"]
-        short = sum(len(row) < args.prompt_tokens + 2 for row in ids)
-        if short:
-            raise ValueError(
-                f"{short} of {len(ids)} texts have fewer than {args.prompt_tokens + 2} tokens: --prompt_tokens "
-                f"({args.prompt_tokens}) and two more. Leave them out, or lower --prompt_tokens."
-            )
-        sequences = [TokenSequence(row, args.prompt_tokens) for row in ids]
-    report(f"{len(sequences)} sequences of {min(len(s.token_ids) for s in sequences)} to "
-           f"{max(len(s.token_ids) for s in sequences)} tokens.")  # fmt: skip
+    texts = None if args.texts is None else cut_texts(tokenizer, prompts, args)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    result = fit_schedule(
-        model,
-        sequences,
-        recipe=recipe,
-        page_counts=args.page_counts or None,
-        bin_tokens=args.bin_tokens,
-        target_acceptance=args.target_acceptance,
-        min_tokens=args.min_tokens,
-        allow_dense=args.allow_dense,
-        model_name=args.model_name_or_path,
-        checkpoint_path=folder / CHECKPOINT_NAME,
-        report=report,
-    )
-    if not state.is_main_process:
+    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype).to(state.device)
+    try:
+        sequences = texts or complete_prompts(model, tokenizer, prompts, args, folder / SEQUENCES_NAME)
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        report(f"{len(sequences)} sequences of {min(lengths)} to {max(lengths)} tokens.")
+        result = fit_schedule(
+            model,
+            sequences,
+            recipe=recipe,
+            page_counts=args.page_counts or None,
+            bin_tokens=args.bin_tokens,
+            target_acceptance=args.target_acceptance,
+            min_tokens=args.min_tokens,
+            allow_dense=args.allow_dense,
+            model_name=args.model_name_or_path,
+            checkpoint_path=folder / CHECKPOINT_NAME,
+            report=report,
+            on_measured=save_table,
+        )
+    except KeyboardInterrupt:
+        report(f"Interrupted. What was measured is in {folder}: the same command goes on from there.")
+        raise
+    if not is_main:
         return
     result.save(folder)
     result.to_table().print(console)
     for entry in result.short_bins:
         report(
-            f"From {entry.start:,} tokens on the tail is {entry.tail:.4f} even with the largest budget. Measure "
-            "larger ones (--page_counts), or allow these bins to be dense (--allow_dense True)."
+            f"Around {entry.start + args.bin_tokens // 2:,} tokens the tail is {entry.tail:.4f} even with the largest "
+            "budget. Measure larger ones (--page_counts), or allow these bins to be dense (--allow_dense True)."
         )
     report(f"Wrote {folder}/: the schedule (give the folder as sparsity_schedule), the acceptance table and pictures.")
+
+
+def cut_texts(tokenizer, texts: list[str], args: CalibrateArguments) -> list[TokenSequence]:
+    """
+    Sequences from texts: the first `max_length` tokens of each, or, of a single one, as many pieces as are asked for.
+    """
+    rows = tokenizer(texts)["input_ids"]
+    if len(rows) == 1:
+        (row,) = rows
+        pieces = [row[start : start + args.max_length] for start in range(0, len(row), args.max_length)]
+        rows = [piece for piece in pieces[: args.num_prompts] if len(piece) >= args.prompt_tokens + 2] or [row]
+    rows = [row[: args.max_length] for row in rows]
+    short = sum(len(row) < args.prompt_tokens + 2 for row in rows)
+    if short:
+        raise ValueError(
+            f"{short} of {len(rows)} texts have fewer than {args.prompt_tokens + 2} tokens: --prompt_tokens "
+            f"({args.prompt_tokens}) and two more. Leave them out, or lower --prompt_tokens."
+        )
+    return [TokenSequence(row, args.prompt_tokens) for row in rows]
+
+
+def complete_prompts(model, tokenizer, prompts: list, args: CalibrateArguments, path: Path) -> list[TokenSequence]:
+    """Completions of the prompts, kept in the file `path` (`pathlib.Path`) for a run that goes on."""
+    settings = {
+        "model": args.model_name_or_path,
+        "prompts": prompts,
+        "max_length": args.max_length,
+        "batch_size": args.batch_size,
+        "seed": args.seed,
+    }
+    if path.exists():
+        kept = read_json_object(path, MAX_SEQUENCES_BYTES)
+        if kept.get("settings") == settings:
+            return [TokenSequence(token_ids, prompt_length) for prompt_length, token_ids in kept["sequences"]]
+    sequences = generate_sequences(
+        model, tokenizer, prompts, max_length=args.max_length, batch_size=args.batch_size, seed=args.seed
+    )
+    if process_rank()[0] == 0:
+        rows = [[sequence.prompt_length, sequence.token_ids] for sequence in sequences]
+        text = dump_json_object({"settings": settings, "sequences": rows}, path.name, MAX_SEQUENCES_BYTES)
+        write_atomically(path, text)
+    return sequences
 
 
 def load_prompts(args: CalibrateArguments) -> list[Any]:
     """The first prompts or texts that `args` ([`CalibrateArguments`]) name."""
     from datasets import load_dataset, load_from_disk
 
-    source = Path(args.texts or args.dataset)
+    name = args.texts or args.dataset
+    source = Path(name)
     if args.texts and not source.is_file():
-        raise ValueError(f"--texts must be a file, got {args.texts!r}.")
-    if source.suffix == ".txt":
-        rows = [source.read_text(encoding="utf-8")]
-        return rows
-    if source.is_file():
-        dataset = load_dataset("json", data_files=str(source), split="train")
-    elif (source / "dataset_info.json").exists() or (source / "dataset_dict.json").exists():
-        dataset = load_from_disk(str(source))
-        dataset = dataset[args.dataset_split] if isinstance(dataset, dict) else dataset
-    else:
-        dataset = load_dataset(args.dataset, split=args.dataset_split)
+        raise ValueError(f"--texts must be a file, got {name!r}.")
+    if source.is_file() and source.suffix == ".txt":
+        text = source.read_text(encoding="utf-8")
+        # A text is one text; prompts are one a line.
+        return [text] if args.texts else [line for line in text.splitlines() if line.strip()][: args.num_prompts]
+    try:
+        if source.is_file():
+            dataset = load_dataset("json", data_files=str(source), split="train")
+        elif (source / "dataset_info.json").exists() or (source / "dataset_dict.json").exists():
+            dataset = load_from_disk(str(source))
+        else:
+            dataset = load_dataset(name, split=args.dataset_split)
+    except Exception as error:  # of many kinds, most of which do not name the file
+        kind = "JSON Lines (or .txt)" if source.is_file() else "a dataset"
+        raise ValueError(f"{name} could not be read as {kind}: {error or type(error).__name__}") from error
+    if isinstance(dataset, dict):
+        if args.dataset_split not in dataset:
+            raise ValueError(f"{name} has no split {args.dataset_split!r}; its splits are {', '.join(dataset)}.")
+        dataset = dataset[args.dataset_split]
     columns = ("text",) if args.texts else (args.prompt_column,) if args.prompt_column else PROMPT_COLUMNS
-    column = next((name for name in columns if name in dataset.column_names), None)
+    column = next((column for column in columns if column in dataset.column_names), None)
     if column is None:
+        hint = "" if args.texts else " Name one with --prompt_column."
         raise ValueError(
-            f"{args.texts or args.dataset} has no column {' or '.join(columns)}; its columns are "
-            f"{', '.join(dataset.column_names)}. Name one with --prompt_column."
+            f"{name} has no column {' or '.join(columns)}; its columns are {', '.join(dataset.column_names)}.{hint}"
         )
-    return dataset[: args.num_prompts][column]
+    prompts = dataset[: args.num_prompts][column]
+    kinds = {_kind(prompt) for prompt in prompts}
+    if len(kinds) != 1 or kinds - ({"text"} if args.texts else {"text", "conversation"}):
+        bad = next((i for i, prompt in enumerate(prompts) if _kind(prompt) != "text"), 0)
+        raise ValueError(
+            f"Column {column} of {name} must hold texts{'' if args.texts else ', or conversations throughout'}; row "
+            f"{bad} has {str(prompts[bad] if prompts else None)!r:.100}."
+        )
+    return prompts
+
+
+def _kind(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return "text"
+    if isinstance(prompt, list) and prompt and all(isinstance(turn, dict) and "role" in turn for turn in prompt):
+        return "conversation"
+    return None

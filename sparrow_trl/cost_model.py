@@ -35,11 +35,20 @@ from .bench_traffic import ModelShape, step_traffic
 from .schedule import SparsityScheduleConfig
 
 
+# Lengths are summed over one by one.
+MAX_ROLLOUT_TOKENS = 2**24
+
+
 def _check_rollout(prompt_tokens: Any, output_tokens: Any, **positive: Any) -> None:
     lowest = {"prompt_tokens": 0, "output_tokens": 1, **dict.fromkeys(positive, 1)}
     for name, value in {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, **positive}.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < lowest[name]:
             raise ValueError(f"`{name}` must be an integer of at least {lowest[name]}, got {value!r}.")
+    if prompt_tokens + output_tokens > MAX_ROLLOUT_TOKENS:
+        raise ValueError(
+            f"`prompt_tokens` and `output_tokens` must be at most {MAX_ROLLOUT_TOKENS:,} together, got "
+            f"{prompt_tokens + output_tokens:,}."
+        )
 
 
 def _check_number(
@@ -51,6 +60,19 @@ def _check_number(
     limits = [("above", above), ("at least", at_least), ("at most", at_most)]
     wanted = " and ".join(f"{words} {limit:g}" for words, limit in limits if math.isfinite(limit))
     raise ValueError(f"`{name}` must be a number {wanted}, got {value!r}.")
+
+
+def _check_full_attention(config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        kinds.add("sliding_attention")
+    if not getattr(config, "num_attention_heads", None) or not getattr(config, "num_hidden_layers", None):
+        raise ValueError(f"A configuration of {type(config).__name__} does not name attention heads and layers.")
+    if kinds:
+        raise ValueError(
+            f"The cost model is for models whose layers all attend to the whole context; {type(config).__name__} has "
+            f"{', '.join(sorted(kinds))}."
+        )
 
 
 # Hardware
@@ -171,7 +193,11 @@ class CostShape(ModelShape):
         Args:
             config ([`~transformers.PreTrainedConfig`]): Configuration of a causal language model.
             element_bytes (`int`, *optional*, defaults to `2`): Bytes of a weight, and of a number in the KV cache.
+
+        Raises:
+            ValueError: for a model whose layers do not all attend to the whole context.
         """
+        _check_full_attention(config)
         shape = ModelShape.from_config(config, element_bytes)
         return cls(**dataclasses.asdict(shape), query_heads=config.num_attention_heads)
 
@@ -547,6 +573,9 @@ def predicted_speedup(
     ```
     """
     hardware = get_hardware(hardware)
+    dense_layers = () if schedule.is_dense else schedule.dense_layers
+    if dense_layers and max(dense_layers) >= shape.num_layers:
+        raise ValueError(f"`dense_layers` names layer {max(dense_layers)}, but the model has {shape.num_layers}.")
     tokens = (prompt_tokens, output_tokens)
     intensity = hardware.arithmetic_intensity(shape.element_bytes)
     options = {"overhead_seconds": overhead_seconds, "bandwidth_share": bandwidth_share}

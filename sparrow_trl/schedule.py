@@ -449,6 +449,21 @@ class SparsityScheduleConfig:
             length = _integer("length", length, 0, MAX_LENGTH)
         return self._num_pages(length) // self._pages_per_bin
 
+    def bin_lengths(self, bin_index: int) -> tuple[int, int]:
+        """
+        First and last cached length of a bin. Lengths are rounded up to whole pages, so a bin begins and ends within
+        the page before a multiple of `bin_tokens`.
+
+        Args:
+            bin_index (`int`):
+                Bin, as from [`bin_index`].
+
+        Returns:
+            `tuple[int, int]`: the last is below the first where there are no lengths, in the first bin of one page.
+        """
+        start = bin_index * self.bin_tokens
+        return max(1, start - self.page_size + 1), start + self.bin_tokens - self.page_size
+
     def top_k(self, length: int, layer: int | None = None) -> int:
         """
         Pages kept by score, on top of the reserved ones.

@@ -35,8 +35,8 @@ def schedule_tables(schedule: SparsityScheduleConfig) -> list[Table]:
     """
     Tables of what queries read under `schedule` ([`SparsityScheduleConfig`]), one for each group of layers.
 
-    Rows span the cached lengths between two changes of the budget; shares are those at the first and at the last of
-    them.
+    Rows span the cached lengths between two changes of the budget; shares are those of the context that is read at the
+    first and at the last of them, in layers that are not dense.
     """
     if schedule.is_dense:
         return []
@@ -46,19 +46,28 @@ def schedule_tables(schedule: SparsityScheduleConfig) -> list[Table]:
     for name, top_k_pages in groups.items():
         table = Table(
             f"What a query reads: {name}",
-            ["cached tokens", "pages by score", "tokens read", "share at the start", "at the end"],
+            ["cached tokens", "pages by score", "tokens at most", "share at the start", "at the end"],
         )
         starts = [i for i, top_k in enumerate(top_k_pages) if i == 0 or top_k != top_k_pages[i - 1]]
         for index, end_index in zip(starts, [*starts[1:], None], strict=True):
-            # A bin begins one token past its last boundary: lengths count the query, and pages are counted in full.
-            first = max(1, index * schedule.bin_tokens - schedule.page_size + 1)
-            last = None if end_index is None else end_index * schedule.bin_tokens - schedule.page_size
-            budget = (schedule.sink_pages + top_k_pages[index] + schedule.recent_pages) * schedule.page_size
-            shares = ["" if length is None else f"{min(1, budget / length):.1%}" for length in (first, last)]
-            span = f"{first} and more" if last is None else f"{first} to {last}"
-            table.rows.append([span, str(top_k_pages[index]), str(budget), *shares])
+            first, last = schedule.bin_lengths(index)[0], None
+            span = f"{first} and more"
+            if end_index is not None:
+                last = schedule.bin_lengths(end_index - 1)[1]
+                span = f"{first} to {last}"
+                if last < first:  # lengths round up to whole pages, so bins of one page have nothing in the first
+                    continue
+            pages = schedule.sink_pages + top_k_pages[index] + schedule.recent_pages
+            shares = ["" if length is None else f"{_share(schedule, pages, length):.1%}" for length in (first, last)]
+            table.rows.append([span, str(top_k_pages[index]), str(pages * schedule.page_size), *shares])
         tables.append(table)
     return tables
+
+
+def _share(schedule: SparsityScheduleConfig, pages: int, length: int) -> float:
+    """Share of `length` cached tokens that `pages` kept pages hold, the last of which may be partial."""
+    dropped = max(0, -(-length // schedule.page_size) - pages)
+    return 1 - dropped * schedule.page_size / length
 
 
 def draw_schedule(schedule: SparsityScheduleConfig) -> "Figure":

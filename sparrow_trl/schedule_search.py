@@ -82,14 +82,14 @@ class ScheduleSearchResult:
         header = ("cached length", "pages", "budget", "tail", "tokens", "status")
         rows = [
             (
-                _span(choice.start, self.schedule.bin_tokens),
+                _span(self.schedule, index),
                 f"{choice.pages:,}",
                 f"{choice.pages * self.schedule.page_size:,}",
                 "-" if choice.tail is None else f"{choice.tail:.4f}",
                 f"{choice.tokens:,}",
                 choice.status + self._why_dense(choice),
             )
-            for choice in self.bins
+            for index, choice in enumerate(self.bins)
         ]
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [
@@ -208,7 +208,7 @@ def search_schedule(
             dense.add(index)
         else:
             following = tails[usable & (page_counts >= previous), index]
-            failures.append(_failure(index, bin_tokens, previous, max(following.tolist(), default=None)))
+            failures.append(_failure(empty, index, previous, max(following.tolist(), default=None)))
     if failures:
         raise ValueError(
             f"No measured budget reaches a tail acceptance of {target_acceptance:g} at cached lengths "
@@ -298,12 +298,13 @@ def _checked_table(
     return page_counts, tails, counts
 
 
-def _span(start: int, bin_tokens: int) -> str:
-    return f"{start:,}-{start + bin_tokens:,}"
+def _span(schedule: SparsityScheduleConfig, index: int) -> str:
+    first, last = schedule.bin_lengths(index)
+    return f"{first:,}-{last:,}"
 
 
-def _failure(index: int, bin_tokens: int, previous: int, best_tail: float | None) -> str:
-    span = _span(index * bin_tokens, bin_tokens)
+def _failure(schedule: SparsityScheduleConfig, index: int, previous: int, best_tail: float | None) -> str:
+    span = _span(schedule, index)
     if best_tail is None:
         return f"{span} (not measured with the {previous} pages that shorter contexts need, or more)"
     return f"{span} (best {best_tail:.4f}" + (f" with {previous} pages or more)" if previous else ")")

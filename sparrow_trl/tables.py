@@ -43,7 +43,7 @@ def make_console():
     """A [`rich.console.Console`] on the standard output, wide enough for tables where that is a file."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
     return console

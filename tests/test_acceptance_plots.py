@@ -32,17 +32,26 @@ def make_table(page_size=16, tokens=3000, seed=0, bin_tokens=128, page_counts=(4
 
 def test_tails_over_the_length():
     table, samples = make_table()
-    schedule = SparsityScheduleConfig(top_k_pages=[1, 5], bin_tokens=128, target_acceptance=0.5)
+    fields = {"bin_tokens": 128, "target_acceptance": 0.5, "dense_layers": []}
+    schedule = SparsityScheduleConfig(top_k_pages=[1, 5], **fields)
     (ax,) = plot_tails(table, schedule).axes
     lines = {line.get_label(): line for line in ax.lines}
     for row, label in enumerate(("4", "8")):
-        assert lines[label].get_xdata() == pytest.approx([64, 192])
+        assert lines[label].get_xdata() == pytest.approx([56.5, 176.5])
         expected = [np.quantile(samples[row, column], 0.05) for column in range(2)]
         assert lines[label].get_ydata() == pytest.approx(expected, abs=1e-3)
     marked = [lines["4"].get_ydata()[0], lines["8"].get_ydata()[1]]
     assert lines["schedule"].get_ydata() == pytest.approx(marked)
     assert [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == "--"] == [0.5]
     assert not plot_tails(table, min_tokens=3001).axes[0].lines
+    # With other bins than the table's, what counts is the budget at the length.
+    (ax,) = plot_tails(table, SparsityScheduleConfig(top_k_pages=[1], **{**fields, "bin_tokens": 64})).axes
+    lines = {line.get_label(): line for line in ax.lines}
+    assert lines["schedule"].get_ydata() == pytest.approx(lines["4"].get_ydata())
+    with pytest.raises(ValueError, match=r"different recipes: dense_layers \[0\] and \[\]"):
+        plot_tails(table, SparsityScheduleConfig(top_k_pages=[1], dense_layers=[0]))
+    with pytest.raises(ValueError, match="one budget for all sparse layers"):
+        plot_tails(table, SparsityScheduleConfig.dense())
 
 
 def test_the_fit_of_a_cell_is_that_of_its_tokens():
@@ -62,17 +71,17 @@ def test_distribution():
     rates = line.get_xdata()
     assert line.get_ydata() == pytest.approx(stats.beta(a, b).pdf(rates / 0.999) / 0.999, rel=0.1)
     area = sum(patch.get_height() * patch.get_width() for patch in ax.patches)
-    assert area == pytest.approx(1) and "8 pages, cached lengths 0 to 128 (3,000 tokens)" in ax.get_title()
+    assert area == pytest.approx(1) and "8 pages, cached lengths 1 to 112 (3,000 tokens)" in ax.get_title()
 
 
 def test_costs_of_two_page_sizes():
     small, large = make_table()[0], make_table(page_size=32, page_counts=(4, 6))[0]
     (ax,) = plot_costs({"16": small, "32": large}, SHAPE).axes
     lines = {line.get_label(): line for line in ax.lines}
-    step = step_traffic(SHAPE, 1, [192], large.schedule(1))
+    step = step_traffic(SHAPE, 1, [176], large.schedule(1))
     assert lines["32"].get_xdata()[1] == pytest.approx((step.kv + step.landmarks) / 1e6)
     assert lines["16"].get_ydata() == pytest.approx(small.quantile(0.05)[:, 1])
-    assert lines["dense"].get_xdata()[0] == pytest.approx(step_traffic(SHAPE, 1, [192]).kv / 1e6)
+    assert lines["dense"].get_xdata()[0] == pytest.approx(step_traffic(SHAPE, 1, [176]).kv / 1e6)
     with pytest.raises(ValueError, match="Bin 2 does not have 200 tokens"):
         plot_costs({"16": small}, SHAPE, bin_index=2)
     with pytest.raises(ValueError, match="No bin has 4000 tokens"):
@@ -87,7 +96,8 @@ def test_the_command(tmp_path, capsys):
         make_table(seed=len(name))[0].save(tmp_path / name / "acceptance_table.json")
     folders = [str(tmp_path / "one"), str(tmp_path / "two" / "acceptance_table.json")]
     output = tmp_path / "pictures"
-    options = ["--pages", "8", "--length", "200", "--model", "qwen3-1.7b", "--schedule", "qwen3-1.7b-0.86"]
+    SparsityScheduleConfig(top_k_pages=[1], dense_layers=[]).save_pretrained(tmp_path / "mine")
+    options = ["--pages", "8", "--length", "200", "--model", "qwen3-1.7b", "--schedule", str(tmp_path / "mine")]
     assert main(["plot", *folders, "--output", str(output), *options]) == 0
     names = {"one-tails.png", "two-tails.png", "one-distribution.png", "two-distribution.png", "costs.png"}
     assert {path.name for path in output.iterdir()} == names

@@ -1,18 +1,20 @@
 """From measured budgets to a schedule: search, check of the schedule as a whole, and the command around it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from sparrow_trl import SparsityScheduleConfig, calibration
+from sparrow_trl import SparsityScheduleConfig, calibration, cli_calibrate
 from sparrow_trl.acceptance import BinStatistics
 from sparrow_trl.acceptance_sweep import TokenSequence, sequence_acceptance
 from sparrow_trl.acceptance_table import AcceptanceTable
 from sparrow_trl.calibration import calibrate, fit_schedule, measure_schedule
 from sparrow_trl.cli import main
+from sparrow_trl.cli_calibrate import CalibrateArguments, complete_prompts, cut_texts, load_prompts
 
 
 RECIPE = SparsityScheduleConfig(top_k_pages=[0], dense_layers=[0])
@@ -82,20 +84,37 @@ def test_bins_that_fall_short_as_a_whole_are_raised(model, sequences, monkeypatc
     # The second bin is raised and takes the later ones along; then the last one alone is.
     assert measured == [[0, 0, 0, 0], [0, 2, 2, 2], [0, 2, 2, 5]]
     assert result.schedule.top_k_pages == [0, 2, 2, 5] and result.search.schedule.top_k_pages == [0] * 4
-    assert len(lines) == 2 and "1 of 4 bins fall short of 0.01 (lowest: 0.0010 from 64 tokens on)" in lines[0]
+    assert len(lines) == 2 and "1 of 4 bins fall short of 0.01 (lowest: 0.0010 around 96 tokens)" in lines[0]
     rows = result.to_table().rows
     assert [row[1] for row in rows] == ["3", "5", "5", "8"]
     assert "raised from 3" in rows[3][5] and "raised" not in rows[0][5]
 
 
 def test_what_even_the_largest_budget_does_not_reach_is_named(model, sequences, monkeypatch):
-    monkeypatch.setattr(calibration, "measure_schedule", lambda *args, **kwargs: bins_of(0.9, 0.5, 0.9, 0.9))
-    options = {"recipe": RECIPE, "page_counts": PAGE_COUNTS, "bin_tokens": 64, "min_tokens": 50}
-    result = fit_schedule(model, sequences, target_acceptance=0.8, allow_dense=True, **options)
-    assert [entry.start for entry in result.short_bins] == [64]
-    few = [*bins_of(0.9), *bins_of(0.9, 0.5, tokens=10)[1:]]
-    monkeypatch.setattr(calibration, "measure_schedule", lambda *args, **kwargs: few)
-    assert not fit_schedule(model, sequences, target_acceptance=0.8, allow_dense=True, **options).short_bins
+    # In the last bin the largest budget is 8 of 15 pages; in the second one it is all there are.
+    options = {"recipe": RECIPE, "page_counts": [3, 5, 8], "bin_tokens": 64, "min_tokens": 50}
+    answer = bins_of(0.9, 0.001, 0.9, 0.001)
+    monkeypatch.setattr(calibration, "measure_schedule", lambda *args, **kwargs: answer)
+    result = fit_schedule(model, sequences, target_acceptance=0.01, **options)
+    assert [entry.start for entry in result.short_bins] == [192]
+    assert result.schedule.top_k_pages == [0, 5, 5, 5]
+    answer = [*bins_of(0.9), *bins_of(0.9, 0.001, 0.9, 0.001, tokens=10)[1:]]
+    assert not fit_schedule(model, sequences, target_acceptance=0.01, **options).short_bins
+
+
+def test_what_cannot_be_fitted_is_refused_before_it_is_measured(model, sequences, monkeypatch):
+    monkeypatch.setattr(calibration, "measure_acceptance", lambda *args, **kwargs: pytest.fail("measured"))
+    for wrong in ({"target_acceptance": 86}, {"target_acceptance": None}, {"min_tokens": 0}, {"bin_tokens": 100}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            fit_schedule(model, sequences, **wrong)
+
+
+def test_an_unreachable_target_leaves_the_table(model, sequences):
+    seen = []
+    options = {"recipe": RECIPE, "page_counts": [3, 5], "bin_tokens": 64, "min_tokens": 50}
+    with pytest.raises(ValueError, match="No measured budget reaches"):
+        fit_schedule(model, sequences, target_acceptance=0.999, on_measured=seen.append, **options)
+    assert seen[0].page_counts == [3, 5] and seen[0].count.sum() > 0
 
 
 def test_measuring_leaves_the_model_in_its_mode(model, sequences):
@@ -134,7 +153,8 @@ def test_the_picture_shows_budgets_and_the_schedule(model, sequences):
     tails = result.table.quantile(0.05)
     enough = result.table.count[0] >= 50
     assert lines["5"].get_ydata() == pytest.approx(tails[1][enough])
-    assert lines["5"].get_xdata() == pytest.approx((np.flatnonzero(enough) + 0.5) * 64)
+    middles = [sum(result.schedule.bin_lengths(index)) / 2 for index in np.flatnonzero(enough).tolist()]
+    assert lines["5"].get_xdata() == pytest.approx(middles) and middles[:2] == [24.5, 80.5]
 
 
 def test_calibrate_generates_what_it_measures_on(model):
@@ -203,6 +223,12 @@ def test_the_command_on_prompts(saved, tmp_path):
         (["--texts", "a.txt", "--dataset", "b"], "either --dataset"),
         (["--texts", "a.txt", "--prompt_tokens", "4095"], "--prompt_tokens must be between 1 and 4094"),
         (["--dataset", "b", "--num_prompts", "0"], "--num_prompts must be positive, got 0"),
+        (["--dataset", "b", "--target_acceptance", "86"], "target_acceptance"),
+        (["--dataset", "b", "--page_counts", "8", "4"], "`page_counts` must ascend"),
+        (["--dataset", "b", "--dtype", "fp16"], "--dtype must be one of auto, bfloat16, float16, float32, got 'fp16'"),
+        (["--texts", "b", "--prompt_column", "c"], "--prompt_column is for --dataset"),
+        (["--dataset", "b", "--config", "nothing-there.yaml"], "nothing-there.yaml"),
+        (["--dataset", "b", "--config"], "--config needs a YAML file"),
         (["--dataset", "b", "--page_score", "quest"], "page_score"),
         (["--texts", "nothing-there.txt"], "--texts must be a file, got 'nothing-there.txt'"),
     ],
@@ -224,6 +250,43 @@ def test_data_that_cannot_be_calibrated(saved, tmp_path, capsys):
     assert main([*model, "--texts", str(short)]) == 1
     assert "1 of 1 texts have fewer than 258 tokens" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a"}, {"prompt": None}], "row 1 has 'None'"),
+        ([{"prompt": 5}], "must hold texts, or conversations throughout; row 0 has '5'"),
+        ([], "could not be read as JSON Lines"),
+    ],
+)
+def test_prompts_of_other_kinds_are_refused(tmp_path, capsys, rows, message):
+    data = write_lines(tmp_path / "rows.jsonl", rows)
+    assert main(["calibrate", "--model_name_or_path", "m", "--dataset", data]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_long_texts_are_cut_and_prompts_are_lines(tmp_path):
+    tokenizer = tiny_tokenizer()
+    args = CalibrateArguments("m", texts="t.txt", prompt_tokens=10, max_length=100, num_prompts=3)
+    (one,) = [TEXT * 5]  # 355 tokens, one a character
+    cut = cut_texts(tokenizer, [one], args)
+    assert [len(sequence.token_ids) for sequence in cut] == [100, 100, 100]
+    assert sum((sequence.token_ids for sequence in cut), []) == tokenizer(one)["input_ids"][:300]
+    assert [len(s.token_ids) for s in cut_texts(tokenizer, [TEXT[:50], one], args)] == [50, 100]
+    (tmp_path / "p.txt").write_text("a=\n\nb=\nc=\nd=\n")
+    prompts = CalibrateArguments("m", dataset=str(tmp_path / "p.txt"), num_prompts=3)
+    assert load_prompts(prompts) == ["a=", "b=", "c="]
+
+
+def test_completions_are_kept_for_a_run_that_goes_on(model, tmp_path, monkeypatch):
+    args = CalibrateArguments("m", dataset="d", max_length=60, seed=3)
+    prompts, path = ["1+2=", "3*4="], tmp_path / "sequences.json"
+    first = complete_prompts(model, tiny_tokenizer(), prompts, args, path)
+    monkeypatch.setattr(cli_calibrate, "generate_sequences", lambda *args, **kwargs: pytest.fail("generated again"))
+    assert complete_prompts(model, tiny_tokenizer(), prompts, args, path) == first
+    with pytest.raises(pytest.fail.Exception):
+        complete_prompts(model, tiny_tokenizer(), prompts, replace(args, seed=4), path)
 
 
 def test_help_of_calibrate_explains_its_arguments(capsys):

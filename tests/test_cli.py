@@ -95,7 +95,7 @@ def test_show_prints_and_draws_a_schedule(tmp_path, capsys):
     assert rows == [
         ["1 and more", "9", "192", "100.0%", ""],
         ["1 to 112", "1", "64", "100.0%", "57.1%"],
-        ["113 and more", "4", "112", "99.1%", ""],
+        ["113 and more", "4", "112", "85.8%", ""],
     ]
     assert "layers 2-3" in output and "other layers" in output
     assert picture.read_bytes().startswith(b"\x89PNG")

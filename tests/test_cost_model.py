@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from sparrow_trl import SparsityScheduleConfig, cost_model
 from sparrow_trl.bench_plan import shape_config
@@ -367,3 +367,24 @@ def test_the_example_refuses_bad_arguments_in_words(arguments, message):
     result = run_example(*arguments)
     assert result.returncode == 2 and not result.stdout
     assert message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sliding_window": 256, "use_sliding_window": True}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}, "linear_attention"),
+    ],
+)
+def test_models_that_do_not_attend_to_all_are_refused(fields, message):
+    config = Qwen3Config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, vocab_size=32, **fields)
+    with pytest.raises(ValueError, match=f"whole context; Qwen3Config has {message}"):
+        CostShape.from_config(config)
+
+
+def test_what_does_not_fit_the_model_or_into_memory_is_refused():
+    shape = CostShape.from_config(Qwen3Config(hidden_size=64, num_hidden_layers=2, vocab_size=32))
+    with pytest.raises(ValueError, match="names layer 2, but the model has 2"):
+        predicted_speedup(shape, SparsityScheduleConfig(top_k_pages=[1], dense_layers=[0, 2]))
+    with pytest.raises(ValueError, match="at most 16,777,216 together, got 16,777,217"):
+        rollout_seconds(shape, "H200", 1, 1, 2**24)

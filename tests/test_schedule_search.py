@@ -148,12 +148,12 @@ def test_without_dense_the_error_names_the_bins_and_their_best_tails():
     with pytest.raises(ValueError) as error:
         search([8, 16], UNREACHABLE)
     assert "tail acceptance of 0.86" in str(error.value)
-    assert "1,024-2,048 (best 0.8123 with 8 pages or more); 2,048-3,072 (best 0.7500" in str(error.value)
-    assert "0-1,024" not in str(error.value) and "allow_dense=True" in str(error.value)
+    assert "1,009-2,032 (best 0.8123 with 8 pages or more); 2,033-3,056 (best 0.7500" in str(error.value)
+    assert "1-1,008" not in str(error.value) and "allow_dense=True" in str(error.value)
 
 
 def test_budgets_below_the_bin_before_do_not_count_as_reachable():
-    with pytest.raises(ValueError, match=r"1,024-2,048 \(best 0\.8500 with 16 pages or more\)\."):
+    with pytest.raises(ValueError, match=r"1,009-2,032 \(best 0\.8500 with 16 pages or more\)\."):
         search([8, 16, 32], [[0.80, 0.90], [0.90, 0.84], [0.90, 0.85]])
     with pytest.raises(ValueError, match="not measured with the 16 pages that shorter contexts need, or more"):
         search([8, 16], [[0.80, 0.90], [0.90, NAN]])
@@ -207,10 +207,10 @@ def test_describe_says_what_each_bin_rests_on():
     assert result.describe().splitlines() == [
         "Target tail acceptance 0.86",
         "cached length  pages  budget    tail  tokens  status",
-        "      0-1,024      8     128  0.9000   1,000  measured",
-        "  1,024-2,048     70   1,120  0.8765  12,345  measured",
-        "  2,048-3,072    191   3,056       -  12,345  unreachable: dense (best 0.7500)",
-        "  3,072-4,096    255   4,080       -  12,345  too few tokens",
+        "      1-1,008      8     128  0.9000   1,000  measured",
+        "  1,009-2,032     70   1,120  0.8765  12,345  measured",
+        "  2,033-3,056    191   3,056       -  12,345  unreachable: dense (best 0.7500)",
+        "  3,057-4,080    255   4,080       -  12,345  too few tokens",
     ]
 
 
