@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import nn
 
 from .acceptance import AcceptanceTracker, BinStatistics
@@ -174,6 +175,7 @@ def fit_schedule(
     bin_tokens: int = 2048,
     target_acceptance: float = 0.86,
     min_tokens: int = 200,
+    confidence: float | None = None,
     allow_dense: bool = False,
     model_name: str | None = None,
     checkpoint_path: str | Path | None = None,
@@ -201,6 +203,10 @@ def fit_schedule(
             Tail acceptance to keep. The paper finds training stable above 0.86.
         min_tokens (`int`, *optional*, defaults to `200`):
             Tokens that a bin's tail needs to count.
+        confidence (`float`, *optional*):
+            Judge a budget by the lower end of the bootstrap interval of its tail at this level, such as 0.9, instead
+            of by the tail itself. It resamples sequences: a few damaged ones more or less can move the 5th percentile
+            far where many tokens lie on either side of it.
         allow_dense (`bool`, *optional*, defaults to `False`):
             Whether bins in which no budget reaches the target may keep all their pages.
         model_name (`str`, *optional*):
@@ -229,6 +235,8 @@ def fit_schedule(
             "`target_acceptance` must be a number in (0, 1] and `min_tokens` a positive integer, got "
             f"{target_acceptance!r} and {min_tokens!r}."
         )
+    if confidence is not None and not 0 < confidence < 1:
+        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
     if page_counts is None:
         longest = max((len(sequence.token_ids) for sequence in sequences), default=0) // recipe.page_size
         page_counts = [pages for pages in PAGE_COUNTS if pages <= longest] or [PAGE_COUNTS[0]]
@@ -244,9 +252,13 @@ def fit_schedule(
     )
     if on_measured is not None:
         on_measured(table)
+    tails = table.quantile(recipe.tail_quantile)
+    if confidence is not None:
+        lower = table.quantile_interval(recipe.tail_quantile, level=confidence)[..., 0]
+        tails = np.where(np.isnan(lower), tails, np.minimum(lower, tails))
     search = search_schedule(
         table.page_counts,
-        table.quantile(recipe.tail_quantile),
+        tails,
         table.count,
         bin_tokens=bin_tokens,
         target_acceptance=target_acceptance,

@@ -65,6 +65,10 @@ class CalibrateArguments:
     bin_tokens: int = field(default=2048, metadata={"help": "Tokens in a bin of cached length."})
     target_acceptance: float = field(default=0.86, metadata={"help": "Tail acceptance to keep."})
     min_tokens: int = field(default=200, metadata={"help": "Tokens that a bin's tail needs to count."})
+    confidence: float | None = field(
+        default=None,
+        metadata={"help": "Judge budgets by the lower end of their tail's bootstrap interval at this level, as 0.9."},
+    )
     allow_dense: bool = field(
         default=False, metadata={"help": "Keep all pages in bins where no budget reaches the target."}
     )
@@ -87,6 +91,8 @@ class CalibrateArguments:
         for name in ("num_prompts", "min_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be positive, got {getattr(self, name)}.")
+        if self.confidence is not None and not 0 < self.confidence < 1:
+            raise ValueError(f"--confidence must be between 0 and 1, got {self.confidence}.")
         if self.max_length < 3:
             raise ValueError(f"--max_length must be at least 3, got {self.max_length}.")
         if self.dtype not in DTYPES:
@@ -167,6 +173,7 @@ def run_calibrate(arguments: list[str]) -> None:
             bin_tokens=args.bin_tokens,
             target_acceptance=args.target_acceptance,
             min_tokens=args.min_tokens,
+            confidence=args.confidence,
             allow_dense=args.allow_dense,
             model_name=args.model_name_or_path,
             checkpoint_path=folder / CHECKPOINT_NAME,

@@ -109,6 +109,26 @@ def test_what_cannot_be_fitted_is_refused_before_it_is_measured(model, sequences
             fit_schedule(model, sequences, **wrong)
 
 
+def test_confidence_asks_more_of_a_budget(model, sequences):
+    options = {"recipe": RECIPE, "page_counts": PAGE_COUNTS, "bin_tokens": 64, "min_tokens": 50}
+    seen = []
+    fit_schedule(model, sequences, target_acceptance=0.01, on_measured=seen.append, **options)
+    (table,) = seen
+    tails, lower = table.quantile(0.05), table.quantile_interval(0.05, level=0.9)[..., 0]
+    row, column = np.argwhere((lower < tails - 0.005) & (table.count >= 50) & (np.arange(4) == 3))[0]
+    # Between the two: enough for the tail itself, too little for the lower end of its interval.
+    target = float(lower[row, column] + tails[row, column]) / 2
+    plain, careful = (
+        fit_schedule(
+            model, sequences, target_acceptance=target, confidence=level, **options
+        ).search.schedule.top_k_pages
+        for level in (None, 0.9)
+    )
+    assert plain[column] <= PAGE_COUNTS[row] - 3 < careful[column]
+    with pytest.raises(ValueError, match="`confidence` must be between 0 and 1, got 1.5"):
+        fit_schedule(model, sequences, confidence=1.5)
+
+
 def test_an_unreachable_target_leaves_the_table(model, sequences):
     seen = []
     options = {"recipe": RECIPE, "page_counts": [3, 5], "bin_tokens": 64, "min_tokens": 50}
