@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # A tail token is one below this acceptance rate; the paper's Beta fit covers [0, 0.999].
 TAIL_BOUND = 0.999
 MIN_BETA_FIT_TOKENS = 50
+# Rates that stand for the tokens of a distribution in a fit, whose time grows with their number.
+MAX_FIT_TOKENS = 10_000
 # Cells of the run-level histogram: 0.5 and 0.999 fall on edges, and a quantile is known to 5e-4.
 HISTOGRAM_CELLS = 2000
 # Float32 rounding of probabilities that sum to 1 stays far below; a repeated token id of any weight does not.
@@ -254,6 +256,26 @@ def fit_beta_tail(alpha: "torch.Tensor | np.ndarray") -> BetaTailFit | None:
     return BetaTailFit(float(a), float(b), float(stats.ks_1samp(tail, stats.beta(a, b).cdf).statistic))
 
 
+def tail_sample(rates: np.ndarray, shares: np.ndarray, tokens: int) -> np.ndarray:
+    """
+    Acceptance rates below 0.999 that stand for the tokens of a distribution.
+
+    Args:
+        rates (`numpy.ndarray`):
+            Rates from 0 to 1 `[points]`.
+        shares (`numpy.ndarray`):
+            Share of the tokens below each of them.
+        tokens (`int`):
+            Number of tokens.
+
+    Returns:
+        `numpy.ndarray`: one rate per token below 0.999, at most 10,000, evenly spaced over their ranks.
+    """
+    below = float(np.interp(TAIL_BOUND, rates, shares))
+    size = min(round(below * tokens), MAX_FIT_TOKENS)
+    return np.interp((np.arange(size) + 0.5) / max(size, 1) * below, shares, rates)
+
+
 @dataclass(frozen=True)
 class BinStatistics:
     """
@@ -429,7 +451,8 @@ class AcceptanceTracker:
 
     def fit_beta_tail(self, start: int) -> BetaTailFit | None:
         """[`fit_beta_tail`] of the bin that starts at `start` (`int`, tokens), over every step so far."""
-        return fit_beta_tail(self._histograms[start // self.schedule.bin_tokens].tail_sample())
+        tokens = self._histograms[start // self.schedule.bin_tokens].tokens
+        return fit_beta_tail(tail_sample(*self.cumulative(start), tokens))
 
     def state_dict(self) -> dict[str, Any]:
         """The run's statistics as JSON values. Tokens of a step that has not ended are not part of them."""
@@ -514,15 +537,6 @@ class _Histogram:
         spread = 2 * np.minimum(means - cells / HISTOGRAM_CELLS, (cells + 1) / HISTOGRAM_CELLS - means).clip(min=0)
         low, high = means + ((ranks - cumulative[cells] + counts + 0.5) / counts - 0.5) * spread
         return float(low + (position - ranks[0]) * (high - low))
-
-    def tail_sample(self, max_size: int = 10_000) -> np.ndarray:
-        """At most `max_size` evenly spaced quantiles of the tokens below 0.999, spread evenly within their cells."""
-        tail_cells = round(TAIL_BOUND * HISTOGRAM_CELLS)
-        cumulative = np.concatenate([[0], self.counts[:tail_cells].cumsum()])
-        size = min(int(cumulative[-1]), max_size)
-        return np.interp(
-            (np.arange(size) + 0.5) / max(size, 1) * cumulative[-1], cumulative, _edges()[: tail_cells + 1]
-        )
 
     def state_dict(self) -> dict[str, Any]:
         cells = self.counts.nonzero()[0].tolist()

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .acceptance import TAIL_BOUND, BetaTailFit, fit_beta_tail
+from .acceptance import MAX_FIT_TOKENS, TAIL_BOUND, BetaTailFit, fit_beta_tail, tail_sample
 from .acceptance_table import AcceptanceTable
 from .bench_traffic import ModelShape, step_traffic
 from .schedule import SparsityScheduleConfig
@@ -12,9 +12,6 @@ from .schedule import SparsityScheduleConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Rates that stand for the tokens of a cell in a Beta fit, whose time grows with their number.
-MAX_FIT_TOKENS = 10_000
 
 
 def plot_tails(
@@ -107,7 +104,8 @@ def plot_distribution(table: AcceptanceTable, budget_index: int, bin_index: int)
     from scipy import stats
 
     figure, ax = _figure()
-    sample, fit = _tail_sample(table, budget_index, bin_index), fit_cell(table, budget_index, bin_index)
+    sample = _tail_sample(table, budget_index, bin_index)
+    fit = fit_beta_tail(sample)
     tokens = table.count[budget_index, bin_index]
     if len(sample):
         label = f"{len(sample) if len(sample) < MAX_FIT_TOKENS else 'tokens'} below {TAIL_BOUND}"
@@ -192,11 +190,7 @@ def _check_recipe(table: AcceptanceTable, schedule: SparsityScheduleConfig) -> N
 
 
 def _tail_sample(table: AcceptanceTable, budget_index: int, bin_index: int) -> np.ndarray:
-    """Rates below 0.999 of one cell, evenly spaced over their ranks, at most `MAX_FIT_TOKENS`."""
-    rates, shares = table.cumulative(budget_index, bin_index)
-    below = float(np.interp(TAIL_BOUND, rates, shares))
-    size = min(MAX_FIT_TOKENS, round(below * table.count[budget_index, bin_index]))
-    return np.interp((np.arange(size) + 0.5) / max(size, 1) * below, shares, rates)
+    return tail_sample(*table.cumulative(budget_index, bin_index), int(table.count[budget_index, bin_index]))
 
 
 def _figure():

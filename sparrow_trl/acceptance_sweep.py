@@ -267,7 +267,7 @@ def generate_sequences(
     completions: dict[int, list[int]] = {}
     device = causal_lm.device
     rng_devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(rng_devices), _evaluating(model):
+    with torch.random.fork_rng(rng_devices), evaluating(model):
         for number in tqdm(
             range(rank, len(batches), num_processes),
             desc="Generating sequences",
@@ -304,7 +304,7 @@ class _Passes:
         self._output_type = None
 
     def evaluating(self):
-        return _evaluating(self.model)
+        return evaluating(self.model)
 
     @torch.no_grad()
     def acceptance(
@@ -536,7 +536,8 @@ def _merged(table: AcceptanceTable) -> AcceptanceTable:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run `model` (`torch.nn.Module`) in evaluation mode, and put each of its modules back afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

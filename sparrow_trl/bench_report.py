@@ -1,13 +1,12 @@
 """How a benchmark's numbers are shown: kernels by what they do, tables for terminals and Markdown, the picture."""
 
-import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .bench_traffic import StepTraffic
-from .json_files import write_atomically
+from .pictures import save_figure
 from .tables import Table
 
 
@@ -247,10 +246,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
     if rollout:
         _draw_rollout(rollout, names, axes[0, -1])
     figure.suptitle(f"{record['model']}, {_any_variant(record)['device']}")
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format="png")
+    save_figure(figure, path)
     plt.close(figure)
-    write_atomically(path, image.getvalue())
 
 
 def _draw_steps(workloads: list[dict[str, Any]], names: list[str], ax) -> None:

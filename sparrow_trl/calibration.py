@@ -18,6 +18,7 @@ from .acceptance import AcceptanceTracker, BinStatistics
 from .acceptance_plots import plot_tails
 from .acceptance_sweep import (
     TokenSequence,
+    evaluating,
     gather_objects,
     generate_sequences,
     measure_acceptance,
@@ -25,9 +26,10 @@ from .acceptance_sweep import (
     sequence_acceptance,
 )
 from .acceptance_table import AcceptanceTable
+from .pictures import save_figure
 from .schedule import SparsityScheduleConfig
-from .schedule_report import draw_schedule, save_figure
-from .schedule_search import ScheduleSearchResult, search_schedule
+from .schedule_report import draw_schedule
+from .schedule_search import ScheduleSearchResult, bin_text, search_schedule
 from .tables import Table
 
 
@@ -78,15 +80,20 @@ class CalibrationResult:
         columns = ["cached tokens", "pages", "tail, budget alone", "tail, whole schedule", "tokens", "chosen as"]
         table = Table(f"Schedule for a tail acceptance of {self.schedule.target_acceptance:g}", columns)
         verified = {entry.start: entry for entry in self.verified}
-        for choice, top_k in zip(self.search.bins, self.schedule.top_k_pages, strict=True):
+        tails, enough_alone = self.table.quantile(self.schedule.tail_quantile), self.table.count >= self.min_tokens
+        for index, (choice, top_k) in enumerate(zip(self.search.bins, self.schedule.top_k_pages, strict=True)):
             pages = self.schedule.sink_pages + top_k + self.schedule.recent_pages
             entry = verified.get(choice.start)
             enough = entry is not None and entry.tokens >= self.min_tokens
+            alone = "-"
+            if pages in self.table.page_counts:
+                row = self.table.page_counts.index(pages)
+                alone = f"{tails[row, index]:.4f}" if enough_alone[row, index] else "-"
             table.rows.append(
                 [
-                    "{:,}-{:,}".format(*self.schedule.bin_lengths(choice.start // self.schedule.bin_tokens)),
+                    bin_text(self.schedule, index),
                     str(pages),
-                    _text(self._single_tail(pages, choice.start)),
+                    alone,
                     f"{entry.tail:.4f}" if enough else "-",
                     f"{entry.tokens:,}" if entry else "0",
                     choice.status if pages == choice.pages else f"{choice.status}, raised from {choice.pages}",
@@ -97,14 +104,6 @@ class CalibrationResult:
     def plot_tails(self) -> "Figure":
         """The tail acceptance over the cached length, budget by budget, with the schedule's budgets marked."""
         return plot_tails(self.table, self.schedule, q=self.schedule.tail_quantile, min_tokens=self.min_tokens)
-
-    def _single_tail(self, pages: int, start: int) -> float | None:
-        if pages not in self.table.page_counts:
-            return None
-        row, column = self.table.page_counts.index(pages), start // self.table.bin_tokens
-        if self.table.count[row, column] < self.min_tokens:
-            return None
-        return float(self.table.quantile(self.schedule.tail_quantile)[row, column])
 
     def save(self, folder: str | Path) -> None:
         """
@@ -318,14 +317,10 @@ def measure_schedule(
     """
     rank, num_processes = process_rank()
     rates = {}
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for index in range(rank, len(sequences), num_processes):
             (rates[index],) = sequence_acceptance(model, sequences[index], [schedule], chunk_size=chunk_size)
             rates[index] = rates[index].cpu()
-    finally:
-        model.train(training)
     tracker = AcceptanceTracker(schedule)
     for gathered in gather_objects(rates):
         for index, values in gathered.items():
@@ -357,7 +352,3 @@ def _raise_bins(schedule: SparsityScheduleConfig, bins: list[int], page_counts: 
         previous = max(previous, kept)
         pages.append(previous - reserved)
     return replace(schedule, top_k_pages=pages)
-
-
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

@@ -1,6 +1,5 @@
 """Trainer callbacks for sparse rollouts."""
 
-import io
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .acceptance import AcceptanceTracker
 from .acceptance_report import plot_acceptance, print_acceptance_table
 from .json_files import dump_json_object, read_json_object, write_atomically
+from .pictures import save_figure
 
 
 if TYPE_CHECKING:
@@ -127,11 +127,10 @@ class TailAcceptanceCallback(TrainerCallback):
             logger.warning("No acceptance rate was measured, so there is no acceptance report.")
             return
         print_acceptance_table(tracker, self.target)
-        picture = io.BytesIO()
-        plot_acceptance(tracker, state.log_history, self.target).savefig(picture, format="png", dpi=150)
+        figure = plot_acceptance(tracker, state.log_history, self.target)
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / PICTURE_NAME, picture.getvalue())
+        save_figure(figure, folder / PICTURE_NAME)
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

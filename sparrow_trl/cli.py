@@ -181,8 +181,9 @@ def _add_show(commands) -> None:
 
 
 def _run_show(args: argparse.Namespace) -> None:
+    from .pictures import save_figure
     from .schedule import SparsityScheduleConfig
-    from .schedule_report import describe_recipe, draw_schedule, save_figure, schedule_tables
+    from .schedule_report import describe_recipe, draw_schedule, schedule_tables
     from .tables import make_console
 
     schedule = SparsityScheduleConfig.resolve(args.schedule)
@@ -220,8 +221,8 @@ def _run_plot(args: argparse.Namespace) -> None:
     from .bench_plan import load_config
     from .bench_traffic import ModelShape
     from .calibration import TABLE_NAME
+    from .pictures import save_figure
     from .schedule import SparsityScheduleConfig
-    from .schedule_report import save_figure
 
     if (args.pages is None) != (args.length is None):
         raise ValueError("A distribution needs both --pages and --length.")

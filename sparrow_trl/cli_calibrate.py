@@ -11,8 +11,8 @@ from .acceptance_plots import plot_tails
 from .acceptance_sweep import TokenSequence, generate_sequences, process_rank
 from .acceptance_table import AcceptanceTable
 from .json_files import dump_json_object, read_json_object, write_atomically
+from .pictures import save_figure
 from .schedule import SparsityScheduleConfig
-from .schedule_report import save_figure
 from .tables import make_console
 
 

@@ -1,10 +1,7 @@
 """How schedules are shown: what a query reads at each cached length, and what that gains."""
 
-import io
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .json_files import write_atomically
 from .schedule import SparsityScheduleConfig
 from .tables import Table
 
@@ -77,24 +74,6 @@ def draw_schedule(schedule: SparsityScheduleConfig) -> "Figure":
     figure = Figure(figsize=(6, 4), layout="constrained")
     schedule.plot(figure.subplots())
     return figure
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    """
-    Write a picture to a file.
-
-    Args:
-        figure (`matplotlib.figure.Figure`):
-            The picture.
-        path (`pathlib.Path`):
-            The file, whose ending says the format.
-
-    Raises:
-        ValueError: for a format that matplotlib does not know.
-    """
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
-    write_atomically(path, image.getvalue())
 
 
 def estimate_table(predictions: "dict[str, PredictedSpeedup]", title: str) -> Table:

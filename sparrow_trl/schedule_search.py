@@ -82,7 +82,7 @@ class ScheduleSearchResult:
         header = ("cached length", "pages", "budget", "tail", "tokens", "status")
         rows = [
             (
-                _span(self.schedule, index),
+                bin_text(self.schedule, index),
                 f"{choice.pages:,}",
                 f"{choice.pages * self.schedule.page_size:,}",
                 "-" if choice.tail is None else f"{choice.tail:.4f}",
@@ -298,13 +298,14 @@ def _checked_table(
     return page_counts, tails, counts
 
 
-def _span(schedule: SparsityScheduleConfig, index: int) -> str:
+def bin_text(schedule: SparsityScheduleConfig, index: int) -> str:
+    """The cached lengths of the bin `index` (`int`) of `schedule` ([`SparsityScheduleConfig`]), as text."""
     first, last = schedule.bin_lengths(index)
     return f"{first:,}-{last:,}"
 
 
 def _failure(schedule: SparsityScheduleConfig, index: int, previous: int, best_tail: float | None) -> str:
-    span = _span(schedule, index)
+    span = bin_text(schedule, index)
     if best_tail is None:
         return f"{span} (not measured with the {previous} pages that shorter contexts need, or more)"
     return f"{span} (best {best_tail:.4f}" + (f" with {previous} pages or more)" if previous else ")")
