@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .cli_calibrate import run_calibrate
 
             run_calibrate(rest)
+        elif args.command == "search":
+            from .cli_search import run_search
+
+            run_search(rest)
         elif rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         else:
@@ -42,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     # Its arguments are fields of a dataclass, which may come from a file of settings as well.
     commands.add_parser("calibrate", add_help=False, help="find the cheapest schedule that keeps the tail acceptance")
+    commands.add_parser("search", add_help=False, help="find the cheapest recipe and budgets of layers that keep it")
     _add_plot(commands)
     _add_show(commands)
     _add_estimate(commands)

@@ -38,6 +38,8 @@ from .schedule import SparsityScheduleConfig
 # Lengths are summed over one by one.
 MAX_ROLLOUT_TOKENS = 2**24
 
+PAPER_PAGE_TOKENS = 16
+
 
 def _check_rollout(prompt_tokens: Any, output_tokens: Any, **positive: Any) -> None:
     lowest = {"prompt_tokens": 0, "output_tokens": 1, **dict.fromkeys(positive, 1)}
@@ -422,6 +424,42 @@ def rollout_seconds(
     roofline = _Roofline(shape, hardware, batch_size, schedule, overhead_seconds, bandwidth_share)
     kv, landmarks = _traffic_by_length(shape, batch_size, prompt_tokens + 1, prompt_tokens + output_tokens, schedule)
     return float(roofline.seconds(kv, landmarks).sum())
+
+
+def read_bytes(shape: ModelShape, first: int, last: int, schedule: SparsityScheduleConfig | None = None) -> np.ndarray:
+    """
+    Keys, values and landmarks that one sequence's decode step reads, at each cached length.
+
+    Args:
+        shape ([`~sparrow_trl.bench_traffic.ModelShape`]):
+            The model.
+        first (`int`):
+            First cached length.
+        last (`int`):
+            Last cached length.
+        schedule ([`SparsityScheduleConfig`], *optional*):
+            Sparsity schedule; dense attention by default.
+
+    Returns:
+        `numpy.ndarray` of shape `[last - first + 1]`: Bytes.
+    """
+    if not 1 <= first <= last <= MAX_ROLLOUT_TOKENS:
+        raise ValueError(f"`first` and `last` must be lengths from 1 to {MAX_ROLLOUT_TOKENS:,}, got {first}, {last}.")
+    kv, landmarks = _traffic_by_length(shape, 1, first, last, schedule)
+    return kv + landmarks
+
+
+def page_equivalents(shape: ModelShape, num_bytes):
+    """
+    Bytes of a decode step, as pages of 16 tokens that an average layer reads.
+
+    Args:
+        shape ([`~sparrow_trl.bench_traffic.ModelShape`]):
+            The model.
+        num_bytes (`float` or `numpy.ndarray`):
+            Bytes, as from [`read_bytes`].
+    """
+    return num_bytes / (PAPER_PAGE_TOKENS * shape.kv_bytes_per_token)
 
 
 class _Roofline:
