@@ -175,11 +175,6 @@ def fit_levels(budgets: LayerBudgets, measure: Measure, start: np.ndarray | None
     levels = budgets.non_decreasing((full // 2 if start is None else np.asarray(start))[None])[0]
     while True:
         holds = measure(np.tile(levels, (len(budgets.groups), 1)))
-        if (levels == full).all() and not holds[judged].all():
-            raise ValueError(
-                "Even with all pages the tail acceptance falls short of the target: lower it, or the guard "
-                "(`margin`, `confidence`)."
-            )
         target = levels.copy()
         for index in judged:
             level = levels[index]
@@ -189,6 +184,11 @@ def fit_levels(budgets: LayerBudgets, measure: Measure, start: np.ndarray | None
                 low[index] = max(low[index], level)
                 if high[index] <= low[index]:
                     high[index], held[index] = full[index], False
+                if (levels[: index + 1] == full[: index + 1]).all():
+                    raise ValueError(
+                        "Even with all pages the tail acceptance falls short of the target: lower it, or the guard "
+                        "(`margin`, `confidence`)."
+                    )
                 if level >= full[index]:
                     # The context itself carries what shorter contexts lost: they need more.
                     low[index], high[index] = full[index] - 1, full[index]
