@@ -218,7 +218,7 @@ def lower_levels(
     *,
     steps: Sequence[int] = (3, 2, 1),
     min_saving: float = 0.01,
-    may_measure: Callable[[], bool] = lambda: True,
+    may_measure: Callable[[], bool] | None = None,
     report: Callable[[str], None] | None = None,
 ) -> np.ndarray:
     """
@@ -243,6 +243,7 @@ def lower_levels(
     Returns:
         `numpy.ndarray` of shape `[groups, bins]`: Levels whose schedule was measured as a whole, and held.
     """
+    may_measure = may_measure or (lambda: True)
     for step in steps:
         for name, shift in _moves(len(budgets.groups), step):
             # A move that helped once is made again.
