@@ -1,10 +1,10 @@
 """
-The acceptance rate of many page budgets on the same sequences, teacher-forced (paper, section 3.2, where each budget
-generates its own).
+The acceptance rate of many page budgets (paper, section 3.2).
 
-[`generate_sequences`] samples completions from the dense model once. [`measure_acceptance`] then runs the dense model
-and, for each budget, the model under sparse attention over the same tokens, and collects the exact acceptance rate of
-every position in an [`~sparrow_trl.acceptance_table.AcceptanceTable`].
+[`measure_acceptance`] does it teacher-forced: the dense model and, for each budget, the model under sparse attention
+run over the same tokens. [`measure_rollout_acceptance`] does it the paper's way, on the tokens that each budget has
+generated itself. Either collects the exact acceptance rate of every position in an
+[`~sparrow_trl.acceptance_table.AcceptanceTable`].
 """
 
 import hashlib
@@ -15,23 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .acceptance import acceptance_rate
 from .acceptance_table import MAX_TABLE_BYTES, AcceptanceTable
 from .attention import sparse_attention_context
 from .json_files import read_json_object, write_atomically
 from .schedule import SparsityScheduleConfig
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 CHECKPOINT_VERSION = 1
@@ -92,7 +88,8 @@ def measure_acceptance(
         model (`torch.nn.Module`):
             Causal language model of transformers, bare or wrapped (PEFT, DDP). It runs in evaluation mode.
         sequences (`list[TokenSequence]`):
-            What to measure on, such as from [`generate_sequences`]; each completion has at least two tokens.
+            What to measure on, such as from [`~sparrow_trl.sequence_generation.generate_sequences`]; each completion
+            has at least two tokens.
         schedule_recipe ([`SparsityScheduleConfig`]):
             How pages are scored and reserved, and the dense layers. Its table of pages is not used.
         page_counts (`list[int]`):
@@ -124,58 +121,165 @@ def measure_acceptance(
     >>> print(table.describe())
     ```
     """
+    budgets = range(len(page_counts)) if isinstance(page_counts, (list, tuple)) else ()
+    work = [_Work(f"`sequences[{index}]`", sequence, tuple(budgets)) for index, sequence in enumerate(sequences)]
+    tokens = [[sequence.prompt_length, sequence.token_ids] for sequence in sequences]
+    return _measure(
+        model,
+        work,
+        tokens,
+        schedule_recipe,
+        page_counts,
+        bin_tokens,
+        method="teacher_forced",
+        model_name=model_name,
+        checkpoint_path=checkpoint_path,
+        chunk_size=chunk_size,
+    )
+
+
+def measure_rollout_acceptance(
+    model: nn.Module,
+    rollouts: list[list[TokenSequence]],
+    schedule_recipe: SparsityScheduleConfig,
+    page_counts: list[int],
+    bin_tokens: int = 2048,
+    *,
+    model_name: str | None = None,
+    checkpoint_path: str | Path | None = None,
+    chunk_size: int = 256,
+) -> AcceptanceTable:
+    """
+    Measure the acceptance rate of page budgets, each on the sequences that it has generated (paper, section 3.2).
+
+    Each sequence takes one pass of the dense model and one under its budget. The probabilities under sparse attention
+    are those of the training side, which equal the engine's.
+
+    Args:
+        model (`torch.nn.Module`):
+            As in [`measure_acceptance`].
+        rollouts (`list[list[TokenSequence]]`):
+            The sequences of each budget, such as from [`~sparrow_trl.rollout_sequences.SparseRollouts`].
+        schedule_recipe ([`SparsityScheduleConfig`]):
+            How pages were scored and reserved, and the dense layers. Its table of pages is not used.
+        page_counts (`list[int]`):
+            Budgets in pages, the reserved ones included, in ascending order.
+        bin_tokens (`int`, *optional*, defaults to `2048`):
+            Tokens in a bin of cached length, a multiple of the page size.
+        model_name (`str`, *optional*):
+            As in [`measure_acceptance`].
+        checkpoint_path (`str` or `pathlib.Path`, *optional*):
+            As in [`measure_acceptance`].
+        chunk_size (`int`, *optional*, defaults to `256`):
+            As in [`measure_acceptance`].
+
+    Returns:
+        [`~sparrow_trl.acceptance_table.AcceptanceTable`]: with the method `"rollout"`.
+
+    Raises:
+        ValueError: as in [`measure_acceptance`], and when the numbers of budgets differ.
+    """
+    if len(rollouts) != len(page_counts):
+        raise ValueError(f"`rollouts` has {len(rollouts)} budgets, but `page_counts` has {len(page_counts)}.")
+    work = [
+        _Work(f"`rollouts[{budget}][{index}]`", sequence, (budget,))
+        for budget, sequences in enumerate(rollouts)
+        for index, sequence in enumerate(sequences)
+    ]
+    tokens = [[[sequence.prompt_length, sequence.token_ids] for sequence in sequences] for sequences in rollouts]
+    return _measure(
+        model,
+        work,
+        tokens,
+        schedule_recipe,
+        page_counts,
+        bin_tokens,
+        method="rollout",
+        model_name=model_name,
+        checkpoint_path=checkpoint_path,
+        chunk_size=chunk_size,
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A sequence, its name in messages, and the budgets (indices) to measure on it."""
+
+    name: str
+    sequence: TokenSequence
+    budgets: tuple[int, ...]
+
+
+def _measure(
+    model: nn.Module,
+    work: list[_Work],
+    tokens: list,
+    schedule_recipe: SparsityScheduleConfig,
+    page_counts: list[int],
+    bin_tokens: int,
+    *,
+    method: str,
+    model_name: str | None,
+    checkpoint_path: str | Path | None,
+    chunk_size: int,
+) -> AcceptanceTable:
+    """As [`measure_acceptance`]; `tokens` tell one measurement from another."""
     passes = _Passes(model, chunk_size)
-    _check_sequences(passes.model, sequences)
+    _check_sequences(passes.model, {item.name: item.sequence for item in work})
+    sequences = [item.sequence for item in work]
     model_name = model_name or passes.model.name_or_path or None
     longest = max(len(sequence.token_ids) for sequence in sequences) - 1
     # The schedule checks the two before they are divided.
     bins = AcceptanceTable(schedule_recipe, page_counts, bin_tokens, 1).schedule(0)
     _check_layers(passes.model, schedule_recipe)
     table = AcceptanceTable(
-        schedule_recipe, page_counts, bin_tokens, bins.bin_index(longest) + 1, model_name=model_name
+        schedule_recipe, page_counts, bin_tokens, bins.bin_index(longest) + 1, model_name=model_name, method=method
     )
     _warn_without_full_bin(sequences, bins)
 
     rank, num_processes = process_rank()
     # The longest first, so that processes finish together and a sequence that does not fit into memory shows at once.
-    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index].token_ids))[rank::num_processes]
+    work = sorted(work, key=lambda item: -len(item.sequence.token_ids))[rank::num_processes]
+    lengths = [len(item.sequence.token_ids) for item in work for _ in item.budgets]
     checkpoint = None
     completed = 0
     if checkpoint_path is not None:
-        identity = _identity(passes.model, sequences, table, num_processes)
+        identity = _identity(passes.model, tokens, table, num_processes)
         checkpoint = _Checkpoint(Path(checkpoint_path), rank, identity)
-        table, completed = checkpoint.load(table, len(order) * len(page_counts))
+        table, completed = checkpoint.load(table, len(lengths))
         # A disk or folder that cannot be written to shows now.
         checkpoint.save(table, completed)
 
     with passes.evaluating():
-        if order and completed < len(order) * len(page_counts):
+        if completed < len(lengths):
             # What sparse attention does not support shows on three tokens.
-            first = sequences[order[0]].token_ids[:3]
-            for _ in passes.acceptance(TokenSequence(first, 1), [table.schedule(0)], f"`sequences[{order[0]}]`"):
+            first = TokenSequence(work[0].sequence.token_ids[:3], 1)
+            for _ in passes.acceptance(first, [table.schedule(work[0].budgets[0])], work[0].name):
                 pass
-        costs = [len(sequences[index].token_ids) for index in order]
-        done, first_budget = divmod(completed, len(page_counts))
         with tqdm(
-            total=sum(costs) * len(page_counts),
-            initial=sum(costs[:done]) * len(page_counts) + sum(costs[done : done + 1]) * first_budget,
+            total=sum(lengths),
+            initial=sum(lengths[:completed]),
             desc="Measuring acceptance",
             unit="tok",
             unit_scale=True,
             # None: no bar where standard error is no terminal.
             disable=None if rank == 0 else True,
         ) as progress:
-            for index in order[done:]:
-                sequence = sequences[index]
-                schedules = [table.schedule(budget) for budget in range(first_budget, len(page_counts))]
-                rates = passes.acceptance(sequence, schedules, f"`sequences[{index}]`")
-                for budget, alphas in enumerate(rates, start=first_budget):
-                    table.update(budget, sequence.cached_lengths, alphas)
+            skipped = completed
+            for item in work:
+                budgets = item.budgets[skipped:]
+                skipped -= len(item.budgets) - len(budgets)
+                if not budgets:
+                    continue
+                rates = passes.acceptance(item.sequence, [table.schedule(budget) for budget in budgets], item.name)
+                for budget, alphas in zip(budgets, rates, strict=True):
+                    table.update(budget, item.sequence.cached_lengths, alphas)
                     completed += 1
-                    if checkpoint is not None and (completed % len(page_counts) == 0 or checkpoint.is_due()):
+                    if checkpoint is not None and (
+                        completed % len(page_counts) == 0 or completed == len(lengths) or checkpoint.is_due()
+                    ):
                         checkpoint.save(table, completed)
-                    progress.update(len(sequence.token_ids))
-                first_budget = 0
+                    progress.update(len(item.sequence.token_ids))
     return _merged(table)
 
 
@@ -206,90 +310,8 @@ def sequence_acceptance(
     passes = _Passes(model, chunk_size)
     if passes.model.training:
         raise ValueError("The model is in training mode, where dropout would act: call `model.eval()` first.")
-    _check_sequences(passes.model, [sequence])
+    _check_sequences(passes.model, {"`sequence`": sequence})
     return passes.acceptance(sequence, schedules, "the sequence")
-
-
-def generate_sequences(
-    model: nn.Module,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: list[str] | list[list[dict[str, str]]],
-    *,
-    max_length: int,
-    batch_size: int = 8,
-    seed: int = 0,
-) -> list[TokenSequence]:
-    """
-    Sample one completion per prompt from the dense model with transformers' `generate`.
-
-    Sampling is from the model's own distribution, at temperature 1: the generation settings that come with the model
-    (top-k, top-p, penalties) are set aside. A completion whose first token is the last, about which there is nothing
-    to measure, is left out with a warning. With `torch.distributed` initialized, the batches are split over the
-    processes, and every process gets all sequences.
-
-    Args:
-        model (`torch.nn.Module`):
-            Causal language model of transformers, bare or wrapped (PEFT, DDP).
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        prompts (`list[str]` or `list[list[dict[str, str]]]`):
-            Texts, or conversations for the tokenizer's chat template.
-        max_length (`int`):
-            Most tokens of a sequence, prompt included. A batch stops where its longest prompt reaches it.
-        batch_size (`int`, *optional*, defaults to `8`):
-            Prompts to complete at once.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the sampling. The random state outside does not change.
-
-    Returns:
-        `list[TokenSequence]`: in the order of the prompts.
-
-    Raises:
-        ValueError: when there are no prompts, a prompt leaves no room for two tokens, or no completion is long enough.
-    """
-    causal_lm = _causal_lm(model)
-    prompt_ids = _tokenized(tokenizer, prompts)
-    limit = _max_positions(causal_lm)
-    if limit is not None and max_length > limit:
-        raise ValueError(f"`max_length` is {max_length}, but the model has {limit} positions.")
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` must be positive, got {batch_size}.")
-    for index, ids in enumerate(prompt_ids):
-        if not 1 <= len(ids) <= max_length - 2:
-            raise ValueError(
-                f"`prompts[{index}]` has {len(ids)} tokens; at least 1 is needed, and at most {max_length - 2} leave "
-                f"room for two more within `max_length` ({max_length})."
-            )
-    rank, num_processes = process_rank()
-    # Prompts of like length together, since a batch has as much room as its longest prompt leaves.
-    order = sorted(range(len(prompts)), key=lambda index: len(prompt_ids[index]))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    completions: dict[int, list[int]] = {}
-    device = causal_lm.device
-    rng_devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(rng_devices), evaluating(model):
-        for number in tqdm(
-            range(rank, len(batches), num_processes),
-            desc="Generating sequences",
-            unit="batch",
-            disable=None if rank == 0 else True,
-        ):
-            # Each batch its own seed: the split over processes does not change what is sampled.
-            torch.manual_seed(seed + number)
-            batch = batches[number]
-            rows = _generate_batch(causal_lm, tokenizer, [prompt_ids[index] for index in batch], max_length)
-            completions.update(zip(batch, rows, strict=True))
-    for gathered in gather_objects(completions):
-        completions.update(gathered)
-    kept = [index for index in range(len(prompts)) if len(completions[index]) > 1]
-    if not kept:
-        raise ValueError("The model ended every completion with its first token, so there is nothing to measure.")
-    if len(kept) < len(prompts):
-        warnings.warn(
-            f"{len(prompts) - len(kept)} of {len(prompts)} completions ended with their first token and are left out.",
-            stacklevel=2,
-        )
-    return [TokenSequence(prompt_ids[index] + completions[index], len(prompt_ids[index])) for index in kept]
 
 
 class _Passes:
@@ -298,7 +320,7 @@ class _Passes:
     def __init__(self, model: nn.Module, chunk_size: int):
         if chunk_size < 1:
             raise ValueError(f"`chunk_size` must be positive, got {chunk_size}.")
-        self.model = _causal_lm(model)
+        self.model = causal_lm_of(model)
         self.backbone = self.model.base_model
         self.chunk_size = chunk_size
         self._output_type = None
@@ -352,7 +374,7 @@ class _Passes:
             used.append(True)
             return self._output_type(last_hidden_state=states[None])
 
-        with _swapped(self.backbone, "forward", forward):
+        with swapped_attribute(self.backbone, "forward", forward):
             logits = self.model(torch.zeros((1, len(states)), dtype=torch.long, device=states.device)).logits
         if not used or logits.shape[:2] != (1, len(states)):
             raise ValueError(
@@ -429,10 +451,22 @@ class _Checkpoint:
         self._written = time.monotonic()
 
 
-def _identity(
-    model: PreTrainedModel, sequences: list[TokenSequence], table: AcceptanceTable, num_processes: int
-) -> dict[str, Any]:
+def _identity(model: PreTrainedModel, tokens: list, table: AcceptanceTable, num_processes: int) -> dict[str, Any]:
     """What a checkpoint must share with the measurement that goes on from it."""
+    return {
+        "method": table.method,
+        "model": table.model_name,
+        "weights": weights_fingerprint(model),
+        "recipe": table.recipe,
+        "page counts": table.page_counts,
+        "bin tokens": table.bin_tokens,
+        "sequences": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+        "number of processes": num_processes,
+    }
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """Tells one checkpoint of `model` (`torch.nn.Module`) from another."""
     weights = hashlib.sha256()
     for name, parameter in model.named_parameters():
         weights.update(f"{name} {list(parameter.shape)} {parameter.dtype} ".encode())
@@ -440,19 +474,16 @@ def _identity(
             values = parameter.detach().flatten()
             values = values[:: max(1, len(values) // FINGERPRINT_VALUES)][:FINGERPRINT_VALUES]
             weights.update(values.to("cpu", torch.float64).numpy().tobytes())
-    tokens = json.dumps([[sequence.prompt_length, sequence.token_ids] for sequence in sequences]).encode()
-    return {
-        "model": table.model_name,
-        "weights": weights.hexdigest(),
-        "recipe": table.recipe,
-        "page counts": table.page_counts,
-        "bin tokens": table.bin_tokens,
-        "sequences": hashlib.sha256(tokens).hexdigest(),
-        "number of processes": num_processes,
-    }
+    return weights.hexdigest()
 
 
-def _causal_lm(model: nn.Module) -> PreTrainedModel:
+def causal_lm_of(model: nn.Module) -> PreTrainedModel:
+    """
+    The causal language model of transformers in `model` (`torch.nn.Module`), bare or wrapped.
+
+    Raises:
+        ValueError: when there is none, or an adapter puts virtual tokens before the prompt.
+    """
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("A PEFT adapter that puts virtual tokens before the prompt is not supported.")
     causal_lm = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -461,16 +492,17 @@ def _causal_lm(model: nn.Module) -> PreTrainedModel:
     return causal_lm
 
 
-def _max_positions(model: PreTrainedModel) -> int | None:
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Longest sequence of `model` ([`~transformers.PreTrainedModel`]) in tokens, where it has a limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _check_sequences(model: PreTrainedModel, sequences: list[TokenSequence]) -> None:
+def _check_sequences(model: PreTrainedModel, sequences: dict[str, TokenSequence]) -> None:
     if not sequences:
         raise ValueError("There are no sequences to measure on.")
-    limit, vocab_size = _max_positions(model), model.get_input_embeddings().num_embeddings
-    for index, sequence in enumerate(sequences):
-        name, length, prompt_length = f"`sequences[{index}]`", len(sequence.token_ids), sequence.prompt_length
+    limit, vocab_size = max_positions(model), model.get_input_embeddings().num_embeddings
+    for name, sequence in sequences.items():
+        length, prompt_length = len(sequence.token_ids), sequence.prompt_length
         if not all(type(value) is int for value in (prompt_length, *sequence.token_ids)):
             raise ValueError(f"{name} must have a list of `int` token ids and an `int` prompt length.")
         if prompt_length < 1:
@@ -548,7 +580,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+def swapped_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace the attribute `name` of `owner` inside the context."""
     own = vars(owner)
     had, original = name in own, own.get(name)
@@ -590,45 +622,3 @@ def _first_not_finite(model: nn.Module, first_position: int, num_tokens: int) ->
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _tokenized(tokenizer, prompts) -> list[list[int]]:
-    if not isinstance(prompts, (list, tuple)) or not prompts:
-        raise ValueError(f"`prompts` must be a list of at least one text or conversation, got {prompts!r:.200}.")
-    if isinstance(prompts[0], str):
-        return tokenizer(list(prompts))["input_ids"]
-    return [
-        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-        for prompt in prompts
-    ]
-
-
-def _generate_batch(
-    model: PreTrainedModel, tokenizer, prompt_ids: list[list[int]], max_length: int
-) -> list[list[int]]:
-    """Completions of the prompts, each to its first end-of-sequence token."""
-    eos = model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
-    eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = min(eos_ids, default=0)
-    width = max(map(len, prompt_ids))
-    padded = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompt_ids], device=model.device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=model.device)
-    settings = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        max_new_tokens=max_length - width,
-        eos_token_id=sorted(eos_ids) or None,
-        pad_token_id=pad,
-    )
-    # `generate` fills what is not set from the model's own settings.
-    with _swapped(model, "generation_config", settings), torch.no_grad():
-        output = model.generate(input_ids=padded, attention_mask=mask)
-    completions = []
-    for row in output[:, width:].tolist():
-        end = next((index for index, token in enumerate(row) if token in eos_ids), len(row) - 1)
-        completions.append(row[: end + 1])
-    return completions

@@ -1,15 +1,18 @@
 """
 From a model and prompts to the cheapest schedule that keeps the tail acceptance (paper, sections 3.2 and 3.3).
 
-Three steps: measure the acceptance rates of many budgets on the same sequences, search the cheapest schedule that
-these allow, and measure that schedule itself. The third is needed because keys and values at a length also carry what
-was read at shorter ones, under other budgets than the one that was measured there; bins that fall short are raised.
+Three steps: measure the acceptance rates of many budgets, search the cheapest schedule that these allow, and measure
+that schedule itself. The third is needed because keys and values at a length also carry what was read at shorter ones,
+under other budgets than the one that was measured there; bins that fall short are raised.
+
+Teacher-forced, everything is measured on the same sequences, which the dense model has generated. With rollouts, the
+paper's way, each budget and each schedule generates its own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import nn
@@ -20,16 +23,18 @@ from .acceptance_sweep import (
     TokenSequence,
     evaluating,
     gather_objects,
-    generate_sequences,
     measure_acceptance,
+    measure_rollout_acceptance,
     process_rank,
     sequence_acceptance,
 )
-from .acceptance_table import AcceptanceTable
+from .acceptance_table import METHODS, AcceptanceTable
 from .pictures import save_figure
+from .rollout_sequences import SparseRollouts
 from .schedule import SparsityScheduleConfig
 from .schedule_report import draw_schedule
 from .schedule_search import ScheduleSearchResult, bin_text, search_schedule
+from .sequence_generation import GENERATORS, GPU_MEMORY_UTILIZATION, generate_sequences
 from .tables import Table
 
 
@@ -40,6 +45,9 @@ if TYPE_CHECKING:
 
 # Pages in total, reserved ones included: as many budgets as the paper sweeps, from its schedules' range.
 PAGE_COUNTS = (16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 896)
+
+# The first two layers dense.
+PAPER_RECIPE = SparsityScheduleConfig(top_k_pages=[0])
 
 TABLE_NAME = "acceptance_table.json"
 TAIL_PICTURE_NAME = "tail_acceptance.png"
@@ -59,7 +67,8 @@ class CalibrationResult:
         search ([`~sparrow_trl.schedule_search.ScheduleSearchResult`]):
             What the search chose from them, before any bin was raised.
         verified (`list[BinStatistics]`):
-            Acceptance under `schedule` itself, on the same sequences, by bin of cached length.
+            Acceptance under `schedule` itself, by bin of cached length: on the same sequences, or on those that it
+            generated.
         min_tokens (`int`):
             Tokens that a bin's tail needs to count.
     """
@@ -127,12 +136,16 @@ def calibrate(
     prompts: list[str] | list[list[dict[str, str]]],
     *,
     max_length: int,
+    method: Literal["teacher_forced", "rollout"] = "teacher_forced",
+    generator: Literal["auto", "vllm", "transformers"] = "auto",
     batch_size: int = 8,
     seed: int = 0,
+    model_path: str | Path | None = None,
+    vllm_gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
     **fit_options,
 ) -> CalibrationResult:
     """
-    Calibrate a schedule on completions that the dense model writes.
+    Calibrate a schedule on completions that the model writes.
 
     Args:
         model (`torch.nn.Module`):
@@ -143,15 +156,34 @@ def calibrate(
             Texts or conversations, of the kind that rollouts will start from.
         max_length (`int`):
             Most tokens of a sequence, prompt included. Longer contexts get the budget of the last bin.
+        method (`str`, *optional*, defaults to `"teacher_forced"`):
+            `"teacher_forced"`: the dense model completes the prompts once, and every budget is measured on these
+            sequences. `"rollout"`, the paper's way: every budget generates its own in vLLM's engine under sparse
+            attention, and the dense model scores those.
+        generator (`str`, *optional*, defaults to `"auto"`):
+            What generates: `"vllm"`, `"transformers"` (teacher-forced alone), or `"auto"`, vLLM where it can.
         batch_size (`int`, *optional*, defaults to `8`):
-            Prompts to complete at once.
+            Prompts that transformers completes at once. vLLM sees to that itself.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the sampling.
+        model_path (`str` or `pathlib.Path`, *optional*):
+            Folder or Hub id of the model, for vLLM, where its weights are those of `model`. By default the weights as
+            they are now are written to a temporary folder.
+        vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.5`):
+            Share of the GPU's memory for vLLM's engine, beside `model`. The engine ends when the sequences are
+            generated, and with rollouts when the schedule is found.
         **fit_options:
-            As in [`fit_schedule`].
+            As in [`fit_schedule`]. With rollouts, generated sequences are kept beside `checkpoint_path`, in a folder
+            of its name and `_rollouts`.
 
     Returns:
         [`CalibrationResult`]
+
+    Raises:
+        ValueError: as in [`~sparrow_trl.sequence_generation.generate_sequences`],
+            [`~sparrow_trl.rollout_sequences.SparseRollouts`] and [`fit_schedule`].
+        ImportError: for vLLM without a supported version of it.
+        RuntimeError: when vLLM's engine fails.
 
     Example:
 
@@ -161,13 +193,40 @@ def calibrate(
     >>> trainer = SparseRolloutGRPOTrainer(..., args=SparseRolloutGRPOConfig(sparsity_schedule="calibration"))
     ```
     """
-    sequences = generate_sequences(model, tokenizer, prompts, max_length=max_length, batch_size=batch_size, seed=seed)
-    return fit_schedule(model, sequences, **fit_options)
+    if method not in METHODS:
+        raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {method!r}.")
+    options = {
+        "max_length": max_length,
+        "seed": seed,
+        "model_path": model_path,
+        "vllm_gpu_memory_utilization": vllm_gpu_memory_utilization,
+        "report": fit_options.get("report"),
+    }
+    if method == "teacher_forced":
+        sequences = generate_sequences(
+            model, tokenizer, prompts, generator=generator, batch_size=batch_size, **options
+        )
+        return fit_schedule(model, sequences, **fit_options)
+    if generator not in GENERATORS or generator == "transformers":
+        raise ValueError(
+            f"`generator` must be 'vllm' or 'auto' with rollouts, which its engine generates; got {generator!r}."
+        )
+    recipe = fit_options.get("recipe") or PAPER_RECIPE
+    checkpoint_path = fit_options.get("checkpoint_path")
+    if checkpoint_path is not None:
+        options["folder"] = rollouts_folder(checkpoint_path)
+    with SparseRollouts(model, tokenizer, prompts, recipe, **options) as rollouts:
+        return fit_schedule(model, rollouts, **fit_options)
+
+
+def rollouts_folder(checkpoint_path: str | Path) -> Path:
+    """Folder of the generated sequences beside the checkpoint `checkpoint_path` (`str` or `pathlib.Path`)."""
+    return Path(checkpoint_path).with_name(f"{Path(checkpoint_path).stem}_rollouts")
 
 
 def fit_schedule(
     model: nn.Module,
-    sequences: list[TokenSequence],
+    sequences: list[TokenSequence] | SparseRollouts,
     *,
     recipe: SparsityScheduleConfig | None = None,
     page_counts: list[int] | None = None,
@@ -183,19 +242,19 @@ def fit_schedule(
     on_measured: Callable[[AcceptanceTable], None] | None = None,
 ) -> CalibrationResult:
     """
-    Calibrate a schedule on given sequences, teacher-forced.
+    Calibrate a schedule on given sequences, teacher-forced, or with rollouts.
 
     Args:
         model (`torch.nn.Module`):
             As in [`~sparrow_trl.acceptance_sweep.measure_acceptance`].
-        sequences (`list[TokenSequence]`):
-            What to measure on.
+        sequences (`list[TokenSequence]` or [`~sparrow_trl.rollout_sequences.SparseRollouts`]):
+            What to measure every budget on, or what generates sequences for each.
         recipe ([`SparsityScheduleConfig`], *optional*):
-            How pages are scored and reserved, and the dense layers; by default the paper's recipe, with the first two
-            layers dense.
+            How pages are scored and reserved, and the dense layers; by default that of the rollouts, or the paper's,
+            with the first two layers dense.
         page_counts (`list[int]`, *optional*):
             Budgets to measure in pages, reserved ones included, in ascending order; by default those of `PAGE_COUNTS`
-            that are shorter than the longest sequence.
+            that are shorter than the longest sequence (of rollouts: than it may be).
         bin_tokens (`int`, *optional*, defaults to `2048`):
             Tokens in a bin of cached length.
         target_acceptance (`float`, *optional*, defaults to `0.86`):
@@ -226,7 +285,8 @@ def fit_schedule(
         ValueError: as in [`~sparrow_trl.acceptance_sweep.measure_acceptance`] and
             [`~sparrow_trl.schedule_search.search_schedule`].
     """
-    recipe = SparsityScheduleConfig(top_k_pages=[0]) if recipe is None else recipe
+    rollouts = sequences if isinstance(sequences, SparseRollouts) else None
+    recipe = recipe or (PAPER_RECIPE if rollouts is None else rollouts.recipe)
     # Refused before the long part.
     replace(recipe, bin_tokens=bin_tokens, target_acceptance=target_acceptance)
     if target_acceptance is None or isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
@@ -237,18 +297,19 @@ def fit_schedule(
     if confidence is not None and not 0 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
     if page_counts is None:
-        longest = max((len(sequence.token_ids) for sequence in sequences), default=0) // recipe.page_size
+        if rollouts is not None:
+            longest = rollouts.max_length
+        else:
+            longest = max((len(sequence.token_ids) for sequence in sequences), default=0)
+        longest //= recipe.page_size
         page_counts = [pages for pages in PAGE_COUNTS if pages <= longest] or [PAGE_COUNTS[0]]
-    table = measure_acceptance(
-        model,
-        sequences,
-        recipe,
-        page_counts,
-        bin_tokens,
-        model_name=model_name,
-        checkpoint_path=checkpoint_path,
-        chunk_size=chunk_size,
-    )
+    options = {"model_name": model_name, "checkpoint_path": checkpoint_path, "chunk_size": chunk_size}
+    if rollouts is None:
+        table = measure_acceptance(model, sequences, recipe, page_counts, bin_tokens, **options)
+    else:
+        budgets = AcceptanceTable(recipe, page_counts, bin_tokens, 1)
+        generated = [rollouts.generate(budgets.schedule(index)) for index in range(len(page_counts))]
+        table = measure_rollout_acceptance(model, generated, recipe, page_counts, bin_tokens, **options)
     if on_measured is not None:
         on_measured(table)
     tails = table.quantile(recipe.tail_quantile)
@@ -269,6 +330,8 @@ def fit_schedule(
     )
     schedule = search.schedule
     while True:
+        if rollouts is not None:
+            sequences = rollouts.generate(schedule)
         verified = measure_schedule(model, sequences, schedule, chunk_size=chunk_size)
         short = _short_bins(verified, schedule, min_tokens)
         raised = _raise_bins(schedule, [entry.start // bin_tokens for entry in short], table.page_counts)

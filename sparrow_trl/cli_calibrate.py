@@ -1,5 +1,6 @@
 """`sparrow-trl calibrate`: arguments, the model and the texts; [`calibration`] does the work."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ import yaml
 from trl import TrlParser
 
 from .acceptance_plots import plot_tails
-from .acceptance_sweep import TokenSequence, generate_sequences, process_rank
-from .acceptance_table import AcceptanceTable
+from .acceptance_sweep import TokenSequence, process_rank
+from .acceptance_table import METHODS, AcceptanceTable
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .pictures import save_figure
 from .schedule import SparsityScheduleConfig
+from .sequence_generation import GENERATORS, GPU_MEMORY_UTILIZATION, generate_sequences
 from .tables import make_console
 
 
@@ -80,7 +82,22 @@ class CalibrateArguments:
         default_factory=lambda: [0, 1], metadata={"help": "Layers that stay dense; -1 for none."}
     )
     dtype: str = field(default="auto", metadata={"help": "Type of the weights: auto, bfloat16, float16 or float32."})
-    batch_size: int = field(default=8, metadata={"help": "Prompts to complete at once."})
+    method: str = field(
+        default="teacher_forced",
+        metadata={
+            "help": "teacher_forced: measure all budgets on the dense model's completions. rollout: each budget "
+            "generates its own, with vLLM."
+        },
+    )
+    generator: str = field(
+        default="auto",
+        metadata={"help": "What completes prompts: vllm, transformers, or auto (vLLM where it has the model)."},
+    )
+    vllm_gpu_memory_utilization: float = field(
+        default=GPU_MEMORY_UTILIZATION,
+        metadata={"help": "Share of the GPU's memory for vLLM, which stands beside the model that measures."},
+    )
+    batch_size: int = field(default=8, metadata={"help": "Prompts that transformers completes at once."})
     seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
 
     def __post_init__(self):
@@ -95,8 +112,17 @@ class CalibrateArguments:
             raise ValueError(f"--confidence must be between 0 and 1, got {self.confidence}.")
         if self.max_length < 3:
             raise ValueError(f"--max_length must be at least 3, got {self.max_length}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+        for name, choices in (("dtype", DTYPES), ("method", METHODS), ("generator", GENERATORS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        if self.method == "rollout" and self.texts is not None:
+            raise ValueError("--method rollout generates what it measures on: give --dataset, not --texts.")
+        if self.method == "rollout" and self.generator == "transformers":
+            raise ValueError("--method rollout generates with vLLM alone: leave out --generator transformers.")
+        if not 0 < self.vllm_gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"--vllm_gpu_memory_utilization must be above 0 and at most 1, got {self.vllm_gpu_memory_utilization}."
+            )
         if self.texts is not None and not 1 <= self.prompt_tokens <= self.max_length - 2:
             raise ValueError(
                 f"--prompt_tokens must be between 1 and {self.max_length - 2}, two less than --max_length, got "
@@ -141,7 +167,7 @@ def run_calibrate(arguments: list[str]) -> None:
     from accelerate import PartialState
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .calibration import TABLE_NAME, TAIL_PICTURE_NAME, fit_schedule
+    from .calibration import TABLE_NAME, TAIL_PICTURE_NAME, calibrate, fit_schedule
 
     state = PartialState()
     is_main = process_rank()[0] == 0
@@ -161,25 +187,38 @@ def run_calibrate(arguments: list[str]) -> None:
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype).to(state.device)
+    fit_options = {
+        "recipe": recipe,
+        "page_counts": args.page_counts or None,
+        "bin_tokens": args.bin_tokens,
+        "target_acceptance": args.target_acceptance,
+        "min_tokens": args.min_tokens,
+        "confidence": args.confidence,
+        "allow_dense": args.allow_dense,
+        "model_name": args.model_name_or_path,
+        "checkpoint_path": folder / CHECKPOINT_NAME,
+        "report": report,
+        "on_measured": save_table,
+    }
     try:
-        sequences = texts or complete_prompts(model, tokenizer, prompts, args, folder / SEQUENCES_NAME)
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        report(f"{len(sequences)} sequences of {min(lengths)} to {max(lengths)} tokens.")
-        result = fit_schedule(
-            model,
-            sequences,
-            recipe=recipe,
-            page_counts=args.page_counts or None,
-            bin_tokens=args.bin_tokens,
-            target_acceptance=args.target_acceptance,
-            min_tokens=args.min_tokens,
-            confidence=args.confidence,
-            allow_dense=args.allow_dense,
-            model_name=args.model_name_or_path,
-            checkpoint_path=folder / CHECKPOINT_NAME,
-            report=report,
-            on_measured=save_table,
-        )
+        if args.method == "rollout":
+            result = calibrate(
+                model,
+                tokenizer,
+                prompts,
+                max_length=args.max_length,
+                method=args.method,
+                generator=args.generator,
+                seed=args.seed,
+                model_path=args.model_name_or_path,
+                vllm_gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+                **fit_options,
+            )
+        else:
+            sequences = texts or complete_prompts(model, tokenizer, prompts, args, folder / SEQUENCES_NAME, report)
+            lengths = [len(sequence.token_ids) for sequence in sequences]
+            report(f"{len(sequences)} sequences of {min(lengths)} to {max(lengths)} tokens.")
+            result = fit_schedule(model, sequences, **fit_options)
     except KeyboardInterrupt:
         report(f"Interrupted. What was measured is in {folder}: the same command goes on from there.")
         raise
@@ -214,7 +253,14 @@ def cut_texts(tokenizer, texts: list[str], args: CalibrateArguments) -> list[Tok
     return [TokenSequence(row, args.prompt_tokens) for row in rows]
 
 
-def complete_prompts(model, tokenizer, prompts: list, args: CalibrateArguments, path: Path) -> list[TokenSequence]:
+def complete_prompts(
+    model,
+    tokenizer,
+    prompts: list,
+    args: CalibrateArguments,
+    path: Path,
+    report: Callable[[str], None] | None = None,
+) -> list[TokenSequence]:
     """Completions of the prompts, kept in the file `path` (`pathlib.Path`) for a run that goes on."""
     settings = {
         "model": args.model_name_or_path,
@@ -228,7 +274,16 @@ def complete_prompts(model, tokenizer, prompts: list, args: CalibrateArguments, 
         if kept.get("settings") == settings:
             return [TokenSequence(token_ids, prompt_length) for prompt_length, token_ids in kept["sequences"]]
     sequences = generate_sequences(
-        model, tokenizer, prompts, max_length=args.max_length, batch_size=args.batch_size, seed=args.seed
+        model,
+        tokenizer,
+        prompts,
+        max_length=args.max_length,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        generator=args.generator,
+        model_path=args.model_name_or_path,
+        vllm_gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        report=report,
     )
     if process_rank()[0] == 0:
         rows = [[sequence.prompt_length, sequence.token_ids] for sequence in sequences]

@@ -183,6 +183,7 @@ def test_calibrate_generates_what_it_measures_on(model):
         tiny_tokenizer(),
         ["12+34=", "7*8="],
         max_length=120,
+        generator="transformers",
         seed=1,
         recipe=RECIPE,
         page_counts=[3, 100],
@@ -227,12 +228,14 @@ def test_the_command_on_texts(saved, tmp_path, capsys):
     assert SparsityScheduleConfig.from_pretrained(output).target_acceptance == 0.5
 
 
-def test_the_command_on_prompts(saved, tmp_path):
+def test_the_command_on_prompts(saved, tmp_path, capsys):
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"question": "12+34=", "answer": "46"}] * 3)
     output = tmp_path / "out"
     arguments = ["--model_name_or_path", str(saved), "--dataset", prompts, "--output_dir", str(output)]
     options = ["--max_length", "90", "--bin_tokens", "32", "--page_counts", "3", "100", "--min_tokens", "5"]
+    options += ["--generator", "transformers"]
     assert main(["calibrate", *arguments, *options, "--allow_dense", "True"]) == 0
+    assert "transformers completes the prompts." in capsys.readouterr().out
     assert SparsityScheduleConfig.from_pretrained(output).calibration["sequences"] <= 3
 
 
@@ -247,6 +250,11 @@ def test_the_command_on_prompts(saved, tmp_path):
         (["--dataset", "b", "--page_counts", "8", "4"], "`page_counts` must ascend"),
         (["--dataset", "b", "--dtype", "fp16"], "--dtype must be one of auto, bfloat16, float16, float32, got 'fp16'"),
         (["--texts", "b", "--prompt_column", "c"], "--prompt_column is for --dataset"),
+        (["--dataset", "b", "--method", "paper"], "--method must be one of teacher_forced, rollout, got 'paper'"),
+        (["--dataset", "b", "--generator", "tgi"], "--generator must be one of auto, vllm, transformers, got 'tgi'"),
+        (["--texts", "b", "--method", "rollout"], "--method rollout generates what it measures on: give --dataset"),
+        (["--dataset", "b", "--method", "rollout", "--generator", "transformers"], "generates with vLLM alone"),
+        (["--dataset", "b", "--vllm_gpu_memory_utilization", "90"], "must be above 0 and at most 1, got 90"),
         (["--dataset", "b", "--config", "nothing-there.yaml"], "nothing-there.yaml"),
         (["--dataset", "b", "--config"], "--config needs a YAML file"),
         (["--dataset", "b", "--page_score", "quest"], "page_score"),
@@ -300,7 +308,7 @@ def test_long_texts_are_cut_and_prompts_are_lines(tmp_path):
 
 
 def test_completions_are_kept_for_a_run_that_goes_on(model, tmp_path, monkeypatch):
-    args = CalibrateArguments("m", dataset="d", max_length=60, seed=3)
+    args = CalibrateArguments("m", dataset="d", max_length=60, seed=3, generator="transformers")
     prompts, path = ["1+2=", "3*4="], tmp_path / "sequences.json"
     first = complete_prompts(model, tiny_tokenizer(), prompts, args, path)
     monkeypatch.setattr(cli_calibrate, "generate_sequences", lambda *args, **kwargs: pytest.fail("generated again"))
