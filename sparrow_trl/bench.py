@@ -86,6 +86,9 @@ class BenchOptions:
             Decode steps in a timed block.
         blocks (`int`, *optional*, defaults to `3`):
             Timed blocks of each workload.
+        processes (`int`, *optional*, defaults to `1`):
+            Processes that each variant is timed in, in turn with the other variants. Where steps are so short that
+            the host decides, processes differ more than blocks do.
         warmup (`int`, *optional*, defaults to `16`):
             Decode steps before them. In 16 steps a sequence passes each position in a page, and each number modulo 16,
             which Triton compiles for.
@@ -125,6 +128,7 @@ class BenchOptions:
     variant: str = "both"
     steps: int = 16
     blocks: int = 3
+    processes: int = 1
     warmup: int = 16
     breakdown: bool = False
     prefill: bool = False
@@ -196,7 +200,7 @@ def run_bench(options: BenchOptions, output: Path, report: Callable[[str], None]
         return result
 
     def merge(variant: str, result: dict[str, Any]) -> None:
-        measured[variant] = result
+        measured[variant] = join_processes(earlier[variant], result) if variant in earlier else result
         save(complete=False)
 
     def merge_separate(variant: str, result: dict[str, Any]) -> None:
@@ -207,15 +211,31 @@ def run_bench(options: BenchOptions, output: Path, report: Callable[[str], None]
         save(complete=False)
 
     save(complete=False)  # in place of the result of an earlier run
-    for variant, job in plan.jobs.items():
-        overlaps = job["schedule"] is not None and job["breakdown"]
-        _run_variant(variant, {**job, "breakdown": []} if overlaps else job, output, report, merge)
-        if overlaps:
-            separate = {**job, "workloads": job["breakdown"], "overlap": False}
-            _run_variant(variant, separate, output, report, merge_separate, log_name=f"{variant}-separate")
+    for number in range(options.processes):
+        earlier = dict(measured)
+        for variant, job in plan.jobs.items():
+            # Kernels are timed once, and those of sparse variants in one more process.
+            overlaps = job["schedule"] is not None and job["breakdown"]
+            timed = {**job, "breakdown": []} if overlaps or number else job
+            log_name = f"{variant}-{number + 1}" if number else None
+            _run_variant(variant, timed, output, report, merge, log_name)
+            if overlaps and not number:
+                separate = {**job, "workloads": job["breakdown"], "overlap": False}
+                _run_variant(variant, separate, output, report, merge_separate, log_name=f"{variant}-separate")
     result = save(complete=True)
     draw(result, output / PICTURE_NAME)
     return result
+
+
+def join_processes(earlier: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """`earlier` (`dict`), the result of a variant's first processes, with the step times of one more, `result`."""
+    found = {(workload["batch"], workload["context"]): workload for workload in result["workloads"]}
+    workloads = []
+    for workload in earlier["workloads"]:
+        more = found.get((workload["batch"], workload["context"]))
+        seconds = workload["step_seconds"] + (more["step_seconds"] if more else [])
+        workloads.append({**workload, "step_seconds": seconds})
+    return {**earlier, "workloads": workloads}
 
 
 def _command() -> str:

@@ -15,6 +15,7 @@ prompt is known, and the pages that were read can be held against the schedule e
 """
 
 import gc
+import itertools
 import os
 import statistics
 import sys
@@ -229,16 +230,16 @@ class VariantBench:
         steps, blocks = self.job["steps"], self.job["blocks"]
         before = self.state.counters if self.state else None
         generated, max_tokens = self.start_decoding(batch, context, steps * blocks)
-        seconds = []
+        # From the arrival of one step's tokens to the arrival of those of a later one, as in a rollout: an idle device
+        # before or after a block would leave the host's work there uncovered. Steps overlap under asynchronous
+        # scheduling, so only a whole block has a time of its own.
+        outputs, arrivals = [], [time.perf_counter()]
         for _ in range(blocks):
-            # Steps overlap under asynchronous scheduling, so only a whole block has a time of its own.
-            _synchronize(self.device)
-            start = time.perf_counter()
-            outputs = [self.engine.step() for _ in range(steps)]
-            _synchronize(self.device)
-            seconds.append((time.perf_counter() - start) / steps)
-            for step_outputs in outputs:
-                check_full_step(step_outputs, batch)
+            outputs += [self.engine.step() for _ in range(steps)]
+            arrivals.append(time.perf_counter())
+        seconds = [(end - start) / steps for start, end in itertools.pairwise(arrivals)]
+        for step_outputs in outputs:
+            check_full_step(step_outputs, batch)
         self.finish()
         if self.state:
             check_kept_fraction(

@@ -102,6 +102,13 @@ def _add_bench(commands) -> None:
     add("--variant", choices=["dense", "sparse", "both"], default="both", help="which to run (%(default)s)")
     add("--steps", type=_positive, default=16, metavar="N", help="decode steps in a timed block (%(default)s)")
     add("--blocks", type=_positive, default=3, metavar="N", help="timed blocks of a workload (%(default)s)")
+    add(
+        "--processes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes to time each variant in, in turn: shows how much they differ (%(default)s)",
+    )
     add("--warmup", type=_positive, default=16, metavar="N", help="decode steps before them (%(default)s)")
     add("--breakdown", action="store_true", help="time each kernel at the workloads as well (GPU)")
 
@@ -150,6 +157,7 @@ def _run_bench(args: argparse.Namespace) -> None:
         variant=args.variant,
         steps=args.steps,
         blocks=args.blocks,
+        processes=args.processes,
         warmup=args.warmup,
         breakdown=args.breakdown,
         prefill=args.prefill,

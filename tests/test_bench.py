@@ -482,6 +482,37 @@ def test_kernels_of_sparse_variants_are_timed_where_they_do_not_overlap(tmp_path
     assert mine["breakdown"]["idle_microseconds"] == pytest.approx(0.03e6 - kernels)
 
 
+def test_processes_take_turns_and_their_blocks_are_pooled(tmp_path, monkeypatch):
+    job = {"workloads": [[4, 170], [2, 256], [2, 1000]], "breakdown": [[4, 170]], "overlap": True}
+    jobs = {"dense": {**job, "schedule": None}, "mine": {**job, "schedule": SCHEDULE.to_dict()}}
+    plan, done = dataclasses.replace(PLAN, jobs=jobs), []
+
+    def run(variant, job, output, report, merge, log_name=None):
+        done.append((variant, len(job["breakdown"]), log_name))
+        number = sum(entry[0] == variant for entry in done)
+        result = measured([[0.02, 0.03], [0.1 * number], [0.1]], KERNELS if job["breakdown"] else None)
+        # As results grow: first a part of them.
+        merge(variant, {**result, "workloads": result["workloads"][: 1 if job["overlap"] else 0]})
+        merge(variant, result)
+
+    monkeypatch.setattr("sparrow_trl.bench.plan_bench", lambda options: plan)
+    monkeypatch.setattr("sparrow_trl.bench._run_variant", run)
+    record = run_bench(BenchOptions(model="tiny", schedules={"mine": SCHEDULE}, processes=2), tmp_path, print)
+    assert done == [
+        ("dense", 1, None),
+        ("mine", 0, None),
+        ("mine", 1, "mine-separate"),
+        ("dense", 0, "dense-2"),
+        ("mine", 0, "mine-2"),
+    ]
+    raw = record["variants"]["dense"]["workloads"]
+    assert [workload["step_seconds"] for workload in raw] == [[0.02, 0.03, 0.02, 0.03], [0.1, 0.2], [0.1, 0.1]]
+    assert "profile" in raw[0]
+    dense = record["rollout"]["points"][0]["variants"]["dense"]
+    assert dense["step_seconds"] == pytest.approx(0.15) and dense["step_seconds_spread"] == pytest.approx(0.1)
+    assert "breakdown" in record["workloads"][0]["variants"]["mine"]
+
+
 def test_one_variant_alone_has_no_speedup(variants):
     summary = summarize({"mine": variants["mine"]}, PLAN)
     assert "speedup" not in summary["workloads"][0]["variants"]["mine"]
