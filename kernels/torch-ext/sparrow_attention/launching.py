@@ -43,6 +43,9 @@ def signal(counter_ptr):
 @triton.jit
 def wait_for(counter_ptr, count):
     """Wait until a counter has reached `count`, and read what was written before it was raised."""
-    reached = tl.atomic_add(counter_ptr, 0, sem="acquire")
+    # Plain loads while it has not: atomics of many waiting programs would hold up those that they wait for.
+    reached = tl.load(counter_ptr, volatile=True)
     while reached < count:
-        reached = tl.atomic_add(counter_ptr, 0, sem="acquire")
+        reached = tl.load(counter_ptr, volatile=True)
+    tl.atomic_add(counter_ptr, 0, sem="acquire")
+    tl.debug_barrier()  # one thread has acquired, for all of them

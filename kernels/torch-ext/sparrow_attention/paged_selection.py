@@ -25,7 +25,7 @@ __all__ = ["MAX_PAGES", "choose_pages", "score_pages", "select_scored_pages"]
 # Longest row that one program can hold the scores of in registers.
 MAX_PAGES = 8192
 # Programs of a launch: the pages of a row and head are split between as many as that takes, up to `MAX_SPLITS`.
-PROGRAMS = 1024
+PROGRAMS = 600
 MAX_SPLITS = 8
 # Rows times heads up to which one program reads 128 landmarks at a time.
 LONG_READS_UNTIL = 256
@@ -154,6 +154,8 @@ def _launch(
         append_strides = (*strides(key, 2), *strides(value, 2), *strides(key_cache, 3))
     head_dim_pad = triton.next_power_of_2(head_dim)
     splits = 1 if arrived is None else max(1, min(MAX_SPLITS, -(-PROGRAMS // (rows * kv_heads))))
+    # Only launches that overlap name the option, which Triton's backends for other devices do not know.
+    overlapping = {"launch_pdl": True} if signals is not None else {}
     # Rows one after the other, so that the first of them are listed while others are scored. What a part that does not
     # run would read or write is never touched.
     _choose_pages_kernel[(splits + (append is not None), kv_heads, rows)](
@@ -198,6 +200,7 @@ def _launch(
         LARGEST=None if landmarks is None else largest_landmark(landmarks),
         num_warps=4,
         num_stages=3,
+        **overlapping,
     )
 
 
@@ -460,6 +463,7 @@ def _choose_pages_kernel(
     row = tl.program_id(2)
     ready_ptr += row * KV_HEADS + head
     if SIGNAL:
+        tl.extra.cuda.gdc_wait()  # for whatever writes the query
         tl.extra.cuda.gdc_launch_dependents()
     if APPEND:
         if split == splits:
