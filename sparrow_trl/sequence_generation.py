@@ -385,7 +385,7 @@ class EngineProcess:
             return value
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         tail = "\n".join(self._log.read().decode(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
-        raise RuntimeError(f"vLLM's engine failed. {value}" + (f" Its last lines:\n{tail}" if tail else ""))
+        raise RuntimeError(f"vLLM's engine failed. {value}" + (f"\nIts last lines:\n{tail}" if tail else ""))
 
 
 def start_engine(
