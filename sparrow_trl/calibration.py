@@ -260,7 +260,7 @@ def fit_schedule(
         target_acceptance (`float`, *optional*, defaults to `0.86`):
             Tail acceptance to keep. The paper finds training stable above 0.86.
         min_tokens (`int`, *optional*, defaults to `200`):
-            Tokens that a bin's tail needs to count.
+            Tokens that a bin's tail needs to count. With rollouts, a bin counts where the largest budget's have them.
         confidence (`float`, *optional*):
             Judge a budget by the lower end of the bootstrap interval of its tail at this level, such as 0.9, instead
             of by the tail itself. It resamples sequences: a few damaged ones more or less can move the 5th percentile
@@ -316,10 +316,14 @@ def fit_schedule(
     if confidence is not None:
         lower = table.quantile_interval(recipe.tail_quantile, level=confidence)[..., 0]
         tails = np.where(np.isnan(lower), tails, np.minimum(lower, tails))
+    counts = table.count
+    if rollouts is not None:
+        # Damaged rollouts run on for longer. What they alone reach is no length that the found schedule will see.
+        counts = np.where(counts[-1] >= min_tokens, counts, 0)
     search = search_schedule(
         table.page_counts,
         tails,
-        table.count,
+        counts,
         bin_tokens=bin_tokens,
         target_acceptance=target_acceptance,
         min_tokens=min_tokens,

@@ -203,6 +203,22 @@ def test_each_budget_is_measured_on_its_own_sequences(model, given):
         measure_rollout_acceptance(model, bad, RECIPE, [3, 5, 100], 64)
 
 
+def test_lengths_that_damaged_rollouts_alone_reach_do_not_count(model):
+    class Given(SparseRollouts):
+        def __init__(self):
+            self.recipe, self.max_length = RECIPE, 240
+
+        def generate(self, schedule):
+            longest = 240 if schedule.top_k_pages[-1] == 0 else 170
+            generator = torch.Generator().manual_seed(0)
+            return [TokenSequence(torch.randint(2, 70, (longest,), generator=generator).tolist(), 20)] * 2
+
+    result = fit_schedule(model, Given(), page_counts=[3, 100], target_acceptance=0.99, **OPTIONS)
+    assert result.table.count[:, 3].min() == 0 and result.table.count[:, 3].max() >= 50
+    assert [choice.status for choice in result.search.bins] == ["measured"] * 3 + ["too few tokens"]
+    assert result.schedule.top_k_pages[1:] == [97] * 3
+
+
 class Interruption(Exception):
     pass
 
