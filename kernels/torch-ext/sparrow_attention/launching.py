@@ -43,9 +43,11 @@ def signal(counter_ptr):
 @triton.jit
 def wait_for(counter_ptr, count):
     """Wait until a counter has reached `count`, and read what was written before it was raised."""
-    # Plain loads while it has not: atomics of many waiting programs would hold up those that they wait for.
+    # Plain loads while it has not: each that acquires empties the cache of its multiprocessor, which others read from.
     reached = tl.load(counter_ptr, volatile=True)
     while reached < count:
         reached = tl.load(counter_ptr, volatile=True)
-    tl.atomic_add(counter_ptr, 0, sem="acquire")
-    tl.debug_barrier()  # one thread has acquired, for all of them
+    # The loop uses the result: an acquire without use is dropped by the compiler, and the loads above order nothing.
+    reached = tl.atomic_add(counter_ptr, 0, sem="acquire")
+    while reached < count:
+        reached = tl.atomic_add(counter_ptr, 0, sem="acquire")
