@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .selection import count_pages, keep_pages, page_landmarks, select_pages
+from .sequence_dispatch import has_sequence_kernels
 from .validation import check_heads, check_integers, check_recipe, check_shape
 
 
@@ -203,6 +204,10 @@ def sparse_attention(
     through the choice of pages; for them the attention is computed again in the backward pass, so that what is held
     until then are the kept pages rather than attention weights.
 
+    On a data-center GPU (NVIDIA H100 and later), Triton kernels do the work, at a speed near that of dense attention:
+    for bfloat16, float16 and float32, head dims up to 256, pages of up to 64 tokens, up to 8192 of them, and a scale
+    above 0. Everything else, float64 for example, runs in plain torch, which is slow on a GPU.
+
     Args:
         query (`torch.Tensor` of shape `[batch, q_heads, tokens, head_dim]`):
             Queries, after the rotary embedding.
@@ -228,7 +233,7 @@ def sparse_attention(
         landmark_dtype (`torch.dtype`, *optional*):
             Type that landmarks are rounded to, by default that of the keys.
         query_chunk (`int`, *optional*, defaults to `128`):
-            Queries worked on at a time. Memory grows with it, results do not depend on it.
+            Queries worked on at a time in plain torch. Memory grows with it, results do not depend on it.
 
     Returns:
         `torch.Tensor` of shape `[batch, q_heads, tokens, head_dim]`, zeros at padding.
@@ -252,6 +257,26 @@ def sparse_attention(
     check_heads(q_heads, kv_heads)
     if query_chunk < 1:
         raise ValueError(f"`query_chunk` must be at least 1, got {query_chunk}.")
+
+    if has_sequence_kernels(query, key, value, page_size, scale):
+        from .sequence_attention import sparse_sequence_attention
+
+        return sparse_sequence_attention(
+            query,
+            key,
+            value,
+            prompt_lengths=prompt_lengths,
+            top_k_table=top_k_table,
+            starts=starts,
+            lengths=lengths,
+            page_size=page_size,
+            page_score=page_score,
+            landmarks_per_page=landmarks_per_page,
+            sink_pages=sink_pages,
+            recent_pages=recent_pages,
+            scale=scale,
+            landmark_dtype=landmark_dtype,
+        )
 
     position = torch.arange(tokens, device=query.device)
     if padded := starts is not None or lengths is not None:

@@ -1,0 +1,203 @@
+"""
+Times block-sparse attention over whole sequences, forward and backward, against dense causal attention, after
+verifying outputs and gradients:
+
+    python kernels/benchmarks/bench_sequence_attention.py --json sequence_attention.json
+
+Dense attention is `scaled_dot_product_attention` with the faster of its fused backends. Independent queries are the
+worst case: neighbors keep different pages, so that no block of keys can be skipped. With `--queries drifting` they
+change slowly, and neighbors keep much the same pages. Without a GPU the kernels run in Triton's interpreter (set
+TRITON_INTERPRET=1, and choose a small shape): then they are verified only.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torch-ext"))
+
+from sparrow_attention import sparse_attention  # noqa: E402
+from sparrow_attention.sequence_attention import attend_to_kept_bits, sparse_sequence_attention  # noqa: E402
+from sparrow_attention.sequence_selection import keep_pages_of_sequences, real_tokens  # noqa: E402
+
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# Query heads, kv heads, head dim.
+SHAPES = {"Qwen3-1.7B": (16, 8, 128), "Qwen3-4B": (32, 8, 128), "Qwen2.5-0.5B": (14, 2, 64)}
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+# Relative error of outputs and gradients in any block of so many tokens: weights are rounded to 16 bits.
+TOLERANCE, VERIFIED_TOKENS = 2e-2, 512
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=[*SHAPES], help="whose shape to use, by default all")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--top-k", type=int, default=128, help="candidate pages that a token keeps")
+    parser.add_argument("--prompt-tokens", type=int, default=0)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-score", default="mean_query", choices=["mean_query", "group_softmax"])
+    parser.add_argument("--landmarks-per-page", type=int, default=1)
+    parser.add_argument("--queries", default="independent", choices=["independent", "drifting"])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
+    args = parser.parse_args()
+    results = []
+    for model in args.model or SHAPES:
+        for tokens in args.tokens:
+            case = Case(args, *SHAPES[model], tokens)
+            case.verify()
+            print(f"{model}, {args.batch} x {tokens} tokens, {args.top_k} candidates of a token kept: verified")
+            if ON_GPU:
+                results.append({"model": model, "tokens": tokens, **case.times()})
+            del case
+    if results:
+        print_table(results)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name not in ("json", "model", "tokens")}
+        device = torch.cuda.get_device_name() if ON_GPU else "interpreter"
+        record = {"device": device, "torch": torch.__version__, "settings": settings, "results": results}
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+class Case:
+    """Random sequences of one shape."""
+
+    def __init__(self, args, q_heads, kv_heads, head_dim, tokens):
+        self.args = args
+        generator = torch.Generator(DEVICE).manual_seed(tokens)
+
+        def numbers(heads):
+            shape = (args.batch, tokens, heads, head_dim)
+            return torch.randn(shape, device=DEVICE, generator=generator)
+
+        query = numbers(q_heads)
+        if args.queries == "drifting":
+            # Changes by its own size over some 100 tokens.
+            query = query.cumsum(1) / 10
+            query = query / query.pow(2).mean(-1, keepdim=True).sqrt()
+        tensors = (query, numbers(kv_heads), numbers(kv_heads), numbers(q_heads))
+        # Heads of a token side by side, as a model's projections leave them.
+        dtype = torch.bfloat16 if ON_GPU else torch.float16
+        tensors = [x.to(dtype).transpose(1, 2) for x in tensors]
+        self.inputs, self.grad = [x.requires_grad_() for x in tensors[:3]], tensors[3]
+        self.prompt_lengths = torch.full((args.batch,), args.prompt_tokens, device=DEVICE)
+        self.recipe = {
+            "prompt_lengths": self.prompt_lengths,
+            "top_k_table": torch.tensor([args.top_k], device=DEVICE),
+            "page_size": args.page_size,
+            "page_score": args.page_score,
+            "landmarks_per_page": args.landmarks_per_page,
+        }
+
+    def sparse(self):
+        return sparse_sequence_attention(*self.inputs, **self.recipe)
+
+    def dense(self):
+        return F.scaled_dot_product_attention(*self.inputs, is_causal=True, enable_gqa=True)
+
+    def gradients(self, attend):
+        output = attend()
+        return output, *torch.autograd.grad(output, self.inputs, self.grad)
+
+    def verify(self):
+        """Compare the first row's first kv head, and its group, with the definition in float64."""
+        found = self.gradients(self.sparse)
+        query, key, value = self.inputs
+        group = query.shape[1] // key.shape[1]
+        inputs = [
+            x[:1, :heads].detach().double().requires_grad_() for x, heads in ((query, group), (key, 1), (value, 1))
+        ]
+        recipe = {**self.recipe, "prompt_lengths": self.prompt_lengths[:1]}
+        output = sparse_attention(*inputs, **recipe, landmark_dtype=key.dtype)
+        expected = (output, *torch.autograd.grad(output, inputs, self.grad[:1, :group].double()))
+        names = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
+        for name, x, expected_x in zip(names, found, expected, strict=True):
+            blocks = (y.split(VERIFIED_TOKENS, 2) for y in (x[:1, : expected_x.shape[1]].double(), expected_x))
+            error = max(
+                ((y - expected_y).norm() / expected_y.norm()).item() for y, expected_y in zip(*blocks, strict=True)
+            )
+            if not error < TOLERANCE:
+                sys.exit(f"The {name} are off by {error:.2g} of their norm. No speed is printed.")
+
+    def times(self):
+        """Milliseconds of what there is to compare, and MiB that a forward and backward pass takes at its peak."""
+        starts, lengths = real_tokens(self.inputs[0].shape[2], None, None, like=self.prompt_lengths)
+        query, key, value = self.inputs
+        selection = {"sink_pages": 1, "recent_pages": 2, **self.recipe}
+
+        def select():
+            return keep_pages_of_sequences(query, key, starts, lengths, **selection)
+
+        mask = select()
+
+        def attend():
+            return attend_to_kept_bits(query, key, value, mask, starts, lengths, page_size=self.args.page_size)
+
+        with torch.no_grad():
+            times = {"selection_ms": time(select), "attention_ms": time(attend), "forward_ms": time(self.sparse)}
+        times["forward_backward_ms"] = time(lambda: self.gradients(self.sparse))
+        times["peak_mib"] = peak_mib(lambda: self.gradients(self.sparse))
+        for name, backend in BACKENDS.items():
+            try:
+                with sdpa_kernel(backend):
+                    with torch.no_grad():
+                        times[f"{name}_forward_ms"] = time(self.dense)
+                    times[f"{name}_forward_backward_ms"] = time(lambda: self.gradients(self.dense))
+                    times[f"{name}_peak_mib"] = peak_mib(lambda: self.gradients(self.dense))
+            except RuntimeError as error:  # not in this build, or not for this shape
+                print(f"  no {name} attention: {str(error).splitlines()[0]}")
+        return times
+
+
+def time(function, repeats=9):
+    """Median milliseconds of a call."""
+    for _ in range(2):
+        function()
+    milliseconds = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        stop.record()
+        stop.synchronize()
+        milliseconds.append(start.elapsed_time(stop))
+    return statistics.median(milliseconds)
+
+
+def peak_mib(function):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def print_table(results):
+    print(f"{'':21}{'forward, ms':^40}{'forward and backward, ms':^32}{'peak, MiB':^18}")
+    print(
+        f"{'model':13}{'tokens':>8}{'dense':>9}{'sparse':>9}{'ratio':>7}{'of it selection':>17}"
+        f"{'dense':>12}{'sparse':>11}{'ratio':>7}{'dense':>11}{'sparse':>9}"
+    )
+    for result in results:
+        found = [name for name in BACKENDS if f"{name}_peak_mib" in result]
+        dense = {key: min((result[f"{name}_{key}"] for name in found), default=float("nan")) for key in (
+            "forward_ms", "forward_backward_ms", "peak_mib")}  # fmt: skip
+        forward, both = result["forward_ms"], result["forward_backward_ms"]
+        print(
+            f"{result['model']:13}{result['tokens']:8}{dense['forward_ms']:9.2f}{forward:9.2f}"
+            f"{forward / dense['forward_ms']:7.2f}{result['selection_ms']:17.2f}{dense['forward_backward_ms']:12.2f}"
+            f"{both:11.2f}{both / dense['forward_backward_ms']:7.2f}{dense['peak_mib']:11.0f}{result['peak_mib']:9.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

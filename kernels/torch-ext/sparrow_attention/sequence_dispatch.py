@@ -1,0 +1,39 @@
+"""When whole sequences are left to the Triton kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+# Tiles have at least the keys of a page.
+MAX_PAGE_SIZE = 64
+# Scores of a query's pages are held in registers.
+MAX_PAGES = 8192
+# Of the largest tiles: Hopper has 227 KiB, an A100 163 and a consumer GPU about 100.
+SHARED_MEMORY = 200 * 2**10
+
+
+def has_sequence_kernels(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, page_size: int, scale: float | None
+) -> bool:
+    """Whether the kernels can do what [`sparse_attention`][sparrow_attention.sparse_attention] is asked for."""
+    if any(x.device.type != "cuda" or x.dtype not in KERNEL_DTYPES for x in (query, key, value)):
+        return False
+    if not (query.dtype == key.dtype == value.dtype or torch.is_autocast_enabled("cuda")):
+        return False
+    tokens, head_dim = query.shape[2:]
+    fits = head_dim <= MAX_HEAD_DIM and page_size <= MAX_PAGE_SIZE and tokens <= MAX_PAGES * page_size
+    return fits and (scale is None or scale > 0) and _runs_kernels(query.device)
+
+
+@lru_cache
+def _runs_kernels(device: torch.device) -> bool:
+    if torch.version.hip or importlib.util.find_spec("triton") is None:
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_MEMORY
