@@ -392,7 +392,7 @@ def search_recipe(
         model (`torch.nn.Module`):
             Causal language model of transformers, as in [`~sparrow_trl.acceptance_sweep.sequence_acceptance`].
         sequences (`list[TokenSequence]`):
-            What to fit on, such as from [`~sparrow_trl.acceptance_sweep.generate_sequences`].
+            What to fit on, such as from [`~sparrow_trl.sequence_generation.generate_sequences`].
         choices ([`RecipeChoices`], *optional*):
             What to choose from; by default those of [`RecipeChoices`].
         page_ladder (`Sequence[int]`, *optional*, defaults to `PAGE_LADDER`):
