@@ -1,29 +1,42 @@
 """
 Block-sparse attention inside a transformers model: what the sparse rollouts attended to, for the model being trained.
 
-The attention is registered with transformers under the name [`SPARSE_ATTENTION`], and [`sparse_attention_context`]
-switches a model to it. What a forward pass needs to know travels as a keyword argument from the backbone down to every
-attention layer, so that it is still there when gradient checkpointing runs a layer again.
+Importing this module registers the attention with transformers under the name [`SPARSE_ATTENTION`]. A model that was
+switched to it takes the schedule and the prompt lengths as keyword arguments of each forward pass:
+
+```python
+>>> import sparrow_trl.attention
+
+>>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-1.7B", attn_implementation="sparrow_sparse")
+>>> logits = model(input_ids, attention_mask=mask, sparsity_schedule=schedule, prompt_lengths=lengths).logits
+```
+
+Models with any other attention ignore these arguments without a word. [`sparse_attention_context`] switches a model to
+this attention for a while, and counts positions from the first real token of left-padded rows, which a forward pass
+with keyword arguments leaves to the caller's `position_ids`. Either way, what a forward pass needs to know travels as
+keyword arguments down to every attention layer, so that it is still there when gradient checkpointing runs a layer
+again.
+
+Batches may be padded on either side, or packed: sequences one after the other in a single row without a mask, each
+attending to itself alone, told apart by `position_ids` that restart at 0 (and `cu_seq_lens_q`, where given), as
+padding-free collators make them. `prompt_lengths` then has an entry for each sequence.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
 from sparrow_attention import sparse_attention
 
-
-if TYPE_CHECKING:
-    from .schedule import SparsityScheduleConfig
+from .schedule import SparsityScheduleConfig
+from .sequence_layout import SequenceLayout
 
 
 SPARSE_ATTENTION = "sparrow_sparse"
@@ -34,25 +47,59 @@ UNSUPPORTED_OPTIONS = {
     "softcap": "capped attention logits",
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
-    "cu_seq_lens_q": "packed sequences",
 }
 
 
-@dataclass
+# Plain classes, since FSDP takes a module's dataclass arguments apart and copies them.
 class SparseForward:
-    """One forward pass under sparse attention: the schedule, the real tokens of each row, and the layers that ran."""
+    """One forward pass under sparse attention: the schedule, where the sequences lie, their prompts' lengths, and the
+    layers that ran."""
 
-    schedule: "SparsityScheduleConfig"
-    prompt_lengths: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    layers: set[int] = field(default_factory=set)
+    def __init__(self, schedule: SparsityScheduleConfig, layout: SequenceLayout, prompt_lengths: torch.Tensor):
+        if not isinstance(schedule, SparsityScheduleConfig):
+            raise ValueError(
+                f"`sparsity_schedule` must be a `SparsityScheduleConfig`, got {type(schedule).__name__}. "
+                "`SparsityScheduleConfig.resolve` makes one from a preset's name or a file."
+            )
+        self.schedule = schedule
+        self.layout = layout
+        self.prompt_lengths = layout.check_prompt_lengths(prompt_lengths)
+        self.layers: set[int] = set()
+
+
+class PaddingMask:
+    """
+    What attention layers get for a mask under [`SPARSE_ATTENTION`]: the 2-D mask of a forward pass, since one of
+    `[tokens, tokens]` would outgrow everything else, and what its first layer made of its keyword arguments.
+    """
+
+    def __init__(self, attention_mask: torch.Tensor | None):
+        self.attention_mask = attention_mask
+        self._sources = self._forward = None
+
+    def sparse_forward(
+        self,
+        schedule: SparsityScheduleConfig,
+        prompt_lengths: torch.Tensor,
+        query: torch.Tensor,
+        position_ids: torch.Tensor,
+        cu_seq_lens: torch.Tensor | None,
+    ) -> SparseForward:
+        # By identity: a mask that was made once may serve several forward passes.
+        sources = (schedule, prompt_lengths, position_ids, cu_seq_lens)
+        if self._sources is None or any(new is not old for new, old in zip(sources, self._sources, strict=True)):
+            layout = SequenceLayout(
+                query.shape[0], query.shape[2], query.device, self.attention_mask, position_ids, cu_seq_lens
+            )
+            self._forward = SparseForward(schedule, layout, prompt_lengths)
+            self._sources = sources
+        return self._forward
 
 
 @contextmanager
 def sparse_attention_context(
     model: nn.Module,
-    schedule: "SparsityScheduleConfig",
+    schedule: SparsityScheduleConfig,
     *,
     prompt_lengths: torch.Tensor | None = None,
     prompt_width: int | None = None,
@@ -63,9 +110,10 @@ def sparse_attention_context(
 
     In its forward passes, a token at a position below its row's prompt length, and every token in the schedule's dense
     layers, attends to all tokens before it; all others attend to the pages that the schedule keeps for them (section
-    3.1 of the [Sparrow paper](https://huggingface.co/papers/2606.08446)). Padding may be on either side. The forward
-    passes must see whole sequences, without a filled KV cache. Backward passes may run after the context is left,
-    with transformers' gradient checkpointing too; with other ways of recomputing they must run inside.
+    3.1 of the [Sparrow paper](https://huggingface.co/papers/2606.08446)). Batches may be padded on either side, or
+    hold packed sequences in one row. The forward passes must see whole sequences, without a filled KV cache. Backward
+    passes may run after the context is left, with transformers' gradient checkpointing too; with other ways of
+    recomputing they must run inside.
 
     Args:
         model (`torch.nn.Module`):
@@ -73,7 +121,8 @@ def sparse_attention_context(
         schedule ([`SparsityScheduleConfig`]):
             Pages to keep at each cached length.
         prompt_lengths (`torch.Tensor` of shape `[batch]`, *optional*):
-            Number of prompt tokens in each row, padding not counted. Each forward pass must have this batch.
+            Number of prompt tokens in each row, padding not counted, or in each packed sequence. Each forward pass
+            must have this batch.
         prompt_width (`int`, *optional*):
             Number of leading columns that hold the prompts, padding included: prompts padded on the left to one
             width, with their completions after them. Suits forward passes over parts of a batch.
@@ -83,8 +132,9 @@ def sparse_attention_context(
 
     Raises:
         ValueError: for a model without the attention interface, with sliding windows, attention sinks or capped
-            logits (from its forward pass), for masks with holes, packed sequences, a filled KV cache, attention
-            dropout, and a batch that `prompt_lengths` does not fit.
+            logits (from its forward pass), for masks with holes, positions that do not count each sequence's tokens
+            from 0, packed sequences in several rows, a filled KV cache, attention dropout, and a batch that
+            `prompt_lengths` does not fit.
 
     Example:
 
@@ -98,25 +148,31 @@ def sparse_attention_context(
     backbone = _backbone(model)
 
     def add_sparse_forward(module, args, kwargs):
+        if kwargs.get("sparsity_schedule") is not None:
+            raise ValueError("Pass the schedule either to `sparse_attention_context` or to the forward pass.")
         inputs = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         if attention_mask is not None and inputs.get("attention_mask") is None:
             inputs["attention_mask"] = kwargs["attention_mask"] = attention_mask
-        starts, lengths = _real_tokens(inputs)
-        if prompt_lengths is None:
-            row_prompts = (prompt_width - starts).clamp(min=0)
-        elif prompt_lengths.shape == starts.shape:
-            row_prompts = prompt_lengths.to(starts)
-        else:
-            raise ValueError(
-                f"`prompt_lengths` has shape {list(prompt_lengths.shape)}, but the batch has {len(starts)} rows."
-            )
+        tokens = inputs.get("input_ids")
+        if tokens is None:
+            tokens = inputs["inputs_embeds"]
+        layout = SequenceLayout(
+            *tokens.shape[:2],
+            tokens.device,
+            inputs.get("attention_mask"),
+            inputs.get("position_ids"),
+            kwargs.get("cu_seq_lens_q"),
+        )
         if inputs.get("position_ids") is None:
             # The engine counts positions from the first real token. Attention alone would not tell, but landmarks are
             # rounded to their dtype after the rotary embedding.
-            last = inputs["attention_mask"].shape[-1] if inputs.get("attention_mask") is not None else int(lengths[0])
-            column = torch.arange(last, device=starts.device)
-            kwargs["position_ids"] = (column - starts[:, None]).clamp(min=0)
-        return args, {**kwargs, "sparse_forward": SparseForward(schedule, row_prompts, starts, lengths)}
+            kwargs["position_ids"] = layout.position_ids
+        row_prompts = prompt_lengths
+        if prompt_width is not None:
+            if layout.packed:
+                raise ValueError("`prompt_width` is for padded rows: pass the `prompt_lengths` of packed sequences.")
+            row_prompts = (prompt_width - layout.starts).clamp(min=0)
+        return args, {**kwargs, "sparse_forward": SparseForward(schedule, layout, row_prompts)}
 
     def check_layers(module, args, kwargs, output):
         if not kwargs["sparse_forward"].layers:
@@ -152,52 +208,116 @@ def sparse_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: PaddingMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sparsity_schedule: SparsityScheduleConfig | None = None,
+    prompt_lengths: torch.Tensor | None = None,
     sparse_forward: SparseForward | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """
     The attention function behind [`SPARSE_ATTENTION`]: `query [batch, q_heads, tokens, head_dim]`, `key` and `value`
-    `[batch, kv_heads, tokens, head_dim]` to `[batch, tokens, q_heads, head_dim]`.
+    `[batch, kv_heads, tokens, head_dim]` to `[batch, tokens, q_heads, head_dim]`, zeros at padding.
+
+    `sparsity_schedule` and `prompt_lengths` are keyword arguments of the model's forward pass;
+    [`sparse_attention_context`] gives `sparse_forward` in their place.
     """
-    if sparse_forward is None:
-        raise ValueError(f'The attention "{SPARSE_ATTENTION}" works inside `sparse_attention_context` alone.')
+    layer = module.layer_idx
     for option, name in UNSUPPORTED_OPTIONS.items():
         if kwargs.get(option) is not None:
-            raise ValueError(f"Sparse attention does not support {name}, which layer {module.layer_idx} asks for.")
-    if key.shape[2] != query.shape[2]:
+            raise ValueError(f"Sparse attention does not support {name}, which layer {layer} asks for.")
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise ValueError(f"Sparse attention is causal, but layer {layer} attends in both directions.")
+    tokens = query.shape[2]
+    if key.shape[2] != tokens:
         raise ValueError(
-            f"Sparse attention sees whole sequences, got {query.shape[2]} queries for {key.shape[2]} cached keys. Run "
-            "the model without a filled KV cache."
+            f"Sparse attention sees whole sequences, got {tokens} queries for {key.shape[2]} cached keys. Run the "
+            "model without a filled KV cache."
         )
-    schedule = sparse_forward.schedule
-    sparse_forward.layers.add(module.layer_idx)
-    if schedule.is_dense_layer(module.layer_idx):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    if sparse_forward is None:
+        if sparsity_schedule is None or prompt_lengths is None:
+            raise ValueError(
+                f'The attention "{SPARSE_ATTENTION}" needs a schedule and the lengths of the prompts: pass '
+                "`sparsity_schedule` and `prompt_lengths` to the model's forward pass, or run it inside "
+                f"`sparse_attention_context`. Layer {layer} got no "
+                f"{'`sparsity_schedule`' if sparsity_schedule is None else '`prompt_lengths`'}; if it was passed, the "
+                "model does not hand its keyword arguments to its attention layers."
+            )
+        if not isinstance(attention_mask, PaddingMask):
+            raise ValueError(
+                f'The attention "{SPARSE_ATTENTION}" needs an attention mask of shape [batch, tokens] or none, but '
+                f"layer {layer} of the model got one of its own making: {type(attention_mask).__name__}."
+            )
+        if (position_ids := kwargs.get("position_ids")) is None:
+            raise ValueError(
+                "Sparse attention needs to know whether sequences are packed, but this model hands no `position_ids` "
+                f"to layer {layer}. Run it inside `sparse_attention_context`."
+            )
+        sparse_forward = attention_mask.sparse_forward(
+            sparsity_schedule, prompt_lengths, query, position_ids, kwargs.get("cu_seq_lens_q")
         )
+    schedule, layout = sparse_forward.schedule, sparse_forward.layout
+    sparse_forward.layers.add(layer)
+    prompts = sparse_forward.prompt_lengths.to(query.device)
+
+    if schedule.is_dense_layer(layer):
+        dense = functools.partial(
+            sdpa_attention_forward, module, attention_mask=None, dropout=dropout, scaling=scaling, is_causal=True
+        )
+        if not layout.packed and not layout.padded:
+            return dense(query, key, value)
+        return layout.attend(lambda index, *parts: dense(*parts)[0], query, key, value), None
+
     if dropout:
         raise ValueError(f"Sparse attention does not support attention dropout, got {dropout}.")
-    output = sparse_attention(
-        query,
-        key,
-        value,
-        prompt_lengths=sparse_forward.prompt_lengths,
-        top_k_table=schedule.to_table(query.shape[2], layer=module.layer_idx, device=query.device),
-        starts=sparse_forward.starts,
-        lengths=sparse_forward.lengths,
+    sparse = functools.partial(
+        sparse_attention,
+        top_k_table=schedule.to_table(tokens, layer=layer, device=query.device),
         scale=scaling,
         landmark_dtype=schedule.storage_dtype(key.dtype),
         **schedule.recipe,
     )
+    if layout.packed:
+
+        def attend(index, *parts):
+            return sparse(*parts, prompt_lengths=prompts[index : index + 1]).transpose(1, 2)
+
+        return layout.attend(attend, query, key, value), None
+    rows = {"prompt_lengths": prompts}
+    if layout.padded:
+        rows.update(starts=layout.starts.to(query.device), lengths=layout.lengths.to(query.device))
+    output = sparse(query, key, value, **rows)
     return output.transpose(1, 2).contiguous(), None
 
 
+def sparse_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    config: PreTrainedConfig,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs,
+) -> PaddingMask:
+    """
+    The mask function behind [`SPARSE_ATTENTION`], as transformers calls it. Raises a `ValueError` for masks that are
+    not causal ones, but for sliding windows, which the layers that have them refuse.
+    """
+    # For packed sequences transformers makes a mask function of its own, which then comes without an attention mask.
+    other = mask_function is not causal_mask_function and attention_mask is not None and local_size is None
+    if use_vmap or other or getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"Sparse attention supports causal attention alone; a {config.model_type} model asks for another mask."
+        )
+    return PaddingMask(attention_mask)
+
+
 AttentionInterface.register(SPARSE_ATTENTION, sparse_attention_forward)
-# Without a mask function of its own an attention gets no mask at all, and dense layers would attend to padding.
-AttentionMaskInterface.register(SPARSE_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(SPARSE_ATTENTION, sparse_attention_mask)
 
 
 def _backbone(model: nn.Module) -> PreTrainedModel:
@@ -224,29 +344,3 @@ def _checkpoint_sparse(checkpoint: Callable, backbone: PreTrainedModel, function
             return function(*args)
 
     return checkpoint(run_sparse, *args)
-
-
-def _real_tokens(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """First real token and number of real tokens of each row, from the arguments of a backbone's forward pass."""
-    tokens = inputs.get("input_ids")
-    if tokens is None:
-        tokens = inputs["inputs_embeds"]
-    batch, length = tokens.shape[:2]
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        positions = inputs.get("position_ids")
-        if positions is not None and (positions.diff(dim=-1) != 1).any():
-            raise ValueError("Sparse attention does not support packed sequences: pad them and pass `attention_mask`.")
-        mask = torch.ones((batch, length), device=tokens.device)
-    if not isinstance(mask, torch.Tensor) or mask.shape != (batch, length):
-        raise ValueError(
-            f"Sparse attention needs an attention mask of shape [batch, tokens] = {[batch, length]}, got "
-            f"{list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__}."
-        )
-    mask = mask.to(tokens.device).bool()
-    lengths = mask.sum(-1)
-    starts = mask.int().argmax(-1)
-    column = torch.arange(length, device=tokens.device)
-    if (mask != ((column >= starts[:, None]) & (column < (starts + lengths)[:, None]))).any():
-        raise ValueError("Sparse attention needs the real tokens of each row side by side; the mask has holes.")
-    return starts, lengths

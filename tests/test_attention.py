@@ -7,17 +7,24 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
+from sparrow_trl import attention
 from sparrow_trl.attention import SPARSE_ATTENTION, sparse_attention_context
 from sparrow_trl.schedule import SparsityScheduleConfig
+from sparrow_trl.sequence_layout import SequenceLayout
 
 
 # The names that every transformers 5 knows, some of which later ones warn about.
@@ -44,6 +51,7 @@ PROMPTS, LENGTHS = torch.tensor([30, 41, 17]), torch.tensor([150, 129, 101])
 
 def build_model(architecture="qwen3", **overrides):
     config_class, model_class = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
@@ -274,10 +282,6 @@ def test_refuses_how_it_is_called(qwen3):
     with pytest.raises(ValueError, match="needs a transformers model, got Linear"):
         with sparse_attention_context(nn.Linear(2, 2), SPARSE, prompt_width=3):
             pass
-    switched = copy.deepcopy(qwen3)
-    switched.set_attn_implementation(SPARSE_ATTENTION)
-    with pytest.raises(ValueError, match="works inside `sparse_attention_context` alone"):
-        logits_of(switched)
 
 
 def test_refuses_what_it_would_get_wrong(qwen3):
@@ -288,8 +292,6 @@ def test_refuses_what_it_would_get_wrong(qwen3):
     with pytest.raises(ValueError, match=r"an attention mask of shape \[batch, tokens\] = \[3, 150\]"):
         logits_of(qwen3, SPARSE, ids, torch.ones(3, 1, 150, 150, dtype=torch.bool).tril())
     with sparse_attention_context(qwen3, SPARSE, prompt_lengths=PROMPTS), torch.no_grad():
-        with pytest.raises(ValueError, match="packed sequences"):
-            qwen3(input_ids=ids, position_ids=torch.arange(75).repeat(1, 2))
         cache = qwen3(input_ids=ids[:, :100], use_cache=True).past_key_values
         with pytest.raises(ValueError, match="got 50 queries for 150 cached keys"):
             qwen3(input_ids=ids[:, 100:], past_key_values=cache)
@@ -301,6 +303,8 @@ def test_refuses_what_it_would_get_wrong(qwen3):
         ("mistral", {"sliding_window": 64}, "does not support a sliding window, which layer 0 asks for"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding window, .* 1"),
         ("llama", {"attention_dropout": 0.1}, "does not support attention dropout, got 0.1"),
+        ("llama", {"is_causal": False}, "is causal, but layer 0 attends in both directions"),
+        ("llama", {"attention_chunk_size": 64}, "a llama model asks for another mask"),
     ],
 )
 def test_refuses_other_attention(architecture, overrides, message):
@@ -315,3 +319,176 @@ def test_refuses_a_model_that_never_calls_the_attention_interface(qwen3):
     model.config.num_hidden_layers = 0
     with pytest.raises(ValueError, match="Qwen3Model ran without sparse attention"):
         logits_of(model, SPARSE)
+
+
+# Keyword arguments of the forward pass, without the context
+
+# Layer 1 is dense, the others are not. Rows are padded on both sides.
+ONE_DENSE_LAYER = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[1])
+POSITION = torch.arange(150)
+MASK = ((POSITION >= torch.tensor([[30], [0], [11]])) & (POSITION < torch.tensor([[150], [149], [112]]))).long()
+POSITION_IDS = (MASK.cumsum(-1) - 1).clamp(min=0)
+PADDED = {"input_ids": token_ids(), "attention_mask": MASK, "position_ids": POSITION_IDS}
+
+
+def switched(model):
+    model = copy.deepcopy(model)
+    model.set_attn_implementation(SPARSE_ATTENTION)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_is_selectable_when_loading(architecture, tmp_path):
+    model = build_model(architecture)
+    model.save_pretrained(tmp_path)
+    sparse_model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sparrow_sparse").eval()
+    with torch.no_grad():
+        for schedule in (ONE_DENSE_LAYER, GROUP_SOFTMAX):
+            arguments = {"sparsity_schedule": schedule, "prompt_lengths": PROMPTS, "labels": PADDED["input_ids"]}
+            output = sparse_model(**PADDED, **arguments)
+            with sparse_attention_context(model, schedule, prompt_lengths=PROMPTS):
+                expected = model(**PADDED, labels=PADDED["input_ids"])
+            assert torch.equal(output.logits, expected.logits) and output.loss == expected.loss
+        stock = model(**PADDED).logits
+        dense = sparse_model(**PADDED, sparsity_schedule=SparsityScheduleConfig.dense(), prompt_lengths=PROMPTS).logits
+    torch.testing.assert_close(dense[MASK.bool()], stock[MASK.bool()], rtol=0, atol=1e-3)
+    assert (output.logits - stock)[MASK.bool()].abs().max() > 0.1
+
+
+def test_schedule_and_prompts_belong_to_one_call(qwen3):
+    model = switched(qwen3)
+    calls = [(SPARSE, PROMPTS), (GROUP_SOFTMAX, PROMPTS), (SPARSE, PROMPTS + 60)]
+    with torch.no_grad():
+        results = [
+            model(token_ids(), sparsity_schedule=schedule, prompt_lengths=prompts).logits
+            for schedule, prompts in calls * 2
+        ]
+    for (schedule, prompts), first, second in zip(calls, results, results[3:], strict=False):
+        assert torch.equal(first, second)
+        assert torch.equal(first, logits_of(qwen3, schedule, prompt_lengths=prompts))
+    assert not torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
+def padded_loss(model, **arguments):
+    logits = model(**PADDED, use_cache=False, **arguments).logits
+    weights = torch.randn(59, generator=torch.Generator().manual_seed(2)).to(logits)
+    return (logits.log_softmax(-1) @ weights * MASK).sum() / MASK.sum()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_keyword_arguments_survive_gradient_checkpointing(architecture, use_reentrant):
+    expected = build_model(architecture).double().train()
+    with sparse_attention_context(expected, ONE_DENSE_LAYER, prompt_lengths=PROMPTS):
+        padded_loss(expected).backward()
+    model = switched(build_model(architecture).double()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    loss = padded_loss(model, sparsity_schedule=ONE_DENSE_LAYER, prompt_lengths=PROMPTS)
+    # Another forward pass comes between this one and its recomputation.
+    padded_loss(model, sparsity_schedule=GROUP_SOFTMAX, prompt_lengths=PROMPTS)
+    loss.backward()
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_finds_the_sequences_once_in_a_forward_pass(qwen3, monkeypatch, use_reentrant):
+    layouts = []
+
+    def counted(*args):
+        layouts.append(SequenceLayout(*args))
+        return layouts[-1]
+
+    monkeypatch.setattr(attention, "SequenceLayout", counted)
+    model = switched(qwen3).train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    padded_loss(model, sparsity_schedule=ONE_DENSE_LAYER, prompt_lengths=PROMPTS).backward()
+    assert len(layouts) == 1
+
+
+def test_keyword_arguments_pass_through_peft(qwen3):
+    peft_model = get_peft_model(switched(qwen3), LoraConfig(target_modules=["q_proj", "v_proj"])).eval()
+    with torch.no_grad():
+        logits = peft_model(input_ids=token_ids(), sparsity_schedule=SPARSE, prompt_lengths=PROMPTS).logits
+    torch.testing.assert_close(logits, logits_of(qwen3, SPARSE), rtol=0, atol=1e-4)
+
+
+def test_left_padding_needs_positions(qwen3):
+    arguments = {"sparsity_schedule": SPARSE, "prompt_lengths": PROMPTS}
+    model, right = switched(qwen3), (POSITION < LENGTHS[:, None]).long()
+    with pytest.raises(ValueError, match=r"token 30 of row 0 is at position 30\. Padding is not counted: pass"):
+        model(token_ids(), attention_mask=MASK, **arguments)
+    with torch.no_grad():
+        logits = model(token_ids(), attention_mask=right, **arguments).logits
+    assert torch.equal(logits, logits_of(qwen3, SPARSE, None, right))
+    # The positions of padding may be anything.
+    positions = POSITION_IDS.masked_fill(MASK == 0, 7)
+    with torch.no_grad():
+        logits = [
+            model(**{**PADDED, "position_ids": position_ids}, **arguments).logits
+            for position_ids in (positions, POSITION_IDS)
+        ]
+    assert torch.equal(*logits)
+
+
+def test_refuses_keyword_arguments(qwen3):
+    model, ids = switched(qwen3), token_ids()
+    complete = {"sparsity_schedule": SPARSE, "prompt_lengths": PROMPTS}
+    with pytest.raises(ValueError, match="needs a schedule .* `sparsity_schedule` and .* got no `sparsity_schedule`"):
+        model(ids)
+    with pytest.raises(ValueError, match="Layer 0 got no `prompt_lengths`"):
+        model(ids, sparsity_schedule=SPARSE)
+    with pytest.raises(ValueError, match=r"`prompt_lengths` has shape \[2\], but the batch has 3 rows"):
+        model(ids, sparsity_schedule=SPARSE, prompt_lengths=PROMPTS[:2])
+    with pytest.raises(ValueError, match="must be a `SparsityScheduleConfig`, got str"):
+        model(ids, sparsity_schedule="qwen3-1.7b-0.86", prompt_lengths=PROMPTS)
+    with pytest.raises(ValueError, match=r"mask of shape \[batch, tokens\] or none, .* Tensor"):
+        model(ids, attention_mask=torch.ones(3, 1, 150, 150, dtype=torch.bool).tril(), **complete)
+    with pytest.raises(ValueError, match="the mask has holes"):
+        model(ids, attention_mask=torch.ones_like(ids).index_fill(1, torch.tensor([70]), 0), **complete)
+    with pytest.raises(ValueError, match="got 50 queries for 150 cached keys"):
+        cache = model(ids[:, :100], use_cache=True, **complete).past_key_values
+        model(ids[:, 100:], past_key_values=cache, **complete)
+    with pytest.raises(ValueError, match="either to `sparse_attention_context` or to the forward pass"):
+        with sparse_attention_context(model, SPARSE, prompt_lengths=PROMPTS):
+            model(ids, **complete)
+
+
+def test_refuses_a_model_that_keeps_positions_to_itself(qwen3):
+    model = switched(qwen3)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "position_ids": None}), with_kwargs=True
+        )
+    with pytest.raises(ValueError, match="hands no `position_ids` to layer 0. Run it inside"):
+        model(token_ids(), sparsity_schedule=SPARSE, prompt_lengths=PROMPTS)
+    assert torch.equal(logits_of(model, SPARSE), logits_of(qwen3, SPARSE))
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(output) if torch.is_tensor(x)]
+        self.elements = max(self.elements, *sizes, 0)
+        return output
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+def test_makes_no_mask_of_all_pairs_of_tokens(padding):
+    tokens = 8192
+    model = switched(build_model(num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, head_dim=8))
+    mask = (torch.arange(tokens) >= padding).long()[None]
+    schedule = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[0])
+    with torch.no_grad(), LargestTensor() as largest:
+        model.model(
+            token_ids(1, tokens),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+            sparsity_schedule=schedule,
+            prompt_lengths=torch.tensor([8000]),
+        )
+    assert largest.elements < tokens**2 / 16
