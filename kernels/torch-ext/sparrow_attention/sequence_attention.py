@@ -575,66 +575,6 @@ def _backward_query_kernel(
 
 
 @triton.jit
-def _key_gradients_of_tiles(
-    k,
-    v,
-    grad_k,
-    grad_v,
-    query_ptr,
-    grad_ptr,
-    mask_ptr,
-    lse_ptr,
-    delta_ptr,
-    list_ptr,
-    begin,
-    end,
-    block,
-    length,
-    query_head,
-    query_token,
-    grad_head,
-    grad_token,
-    mask_token,
-    scale,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    PAGES: tl.constexpr = BLOCK_N // PAGE
-    n = tl.arange(0, BLOCK_N)
-    mask_ptr += block * PAGES // 32
-    bit = block * PAGES % 32 + n // PAGE
-    next_tile = tl.load(list_ptr + begin, mask=begin < end, other=0)
-    for i in range(begin, end):
-        tile = next_tile
-        next_tile = tl.load(list_ptr + i + 1, mask=i + 1 < end, other=0)
-        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        token = m // GROUP
-        g = m % GROUP
-        real = token < length
-        q = _load_rows(query_ptr, token.to(tl.int64) * query_token + g * query_head, real, D, D_PAD, True)
-        grad = _load_rows(grad_ptr, token.to(tl.int64) * grad_token + g * grad_head, real, D, D_PAD, True)
-        words = tl.load(mask_ptr + token.to(tl.int64) * mask_token, mask=real, other=0)
-        lse = tl.load(lse_ptr + m, mask=real, other=0.0)
-        delta = tl.load(delta_ptr + m, mask=real, other=0.0)
-        # Keys times queries: the weights are then an operand as they are.
-        logits = tl.dot(k, tl.trans(q), input_precision="ieee")
-        kept = ((words[None, :] >> bit[:, None]) & 1) != 0
-        if CAUSAL:
-            kept = kept & ((block * BLOCK_N + n)[:, None] <= token[None, :])
-        weights = tl.where(kept, tl.exp2(logits * scale - lse[None, :]), 0.0)
-        grad_v = tl.dot(weights.to(grad.dtype), grad, grad_v, input_precision="ieee")
-        grad_weights = tl.dot(v, tl.trans(grad), input_precision="ieee")
-        grad_logits = weights * (grad_weights - delta[None, :])
-        grad_k = tl.dot(grad_logits.to(q.dtype), q, grad_k, input_precision="ieee")
-    return grad_k, grad_v
-
-
-@triton.jit
 def _backward_key_kernel(
     query_ptr,
     key_ptr,
@@ -684,14 +624,14 @@ def _backward_key_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Gradients of a block of keys and of their values."""
+    PAGES: tl.constexpr = BLOCK_N // PAGE
     row_head = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)  # the first keys have the most queries
     row = row_head // KV_HEADS
     head = row_head % KV_HEADS
     start = tl.load(start_ptr + row)
     length = tl.load(length_ptr + row)
-    first = block * BLOCK_N
-    column = first + tl.arange(0, BLOCK_N)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     real = column < length
     place = (start + column).to(tl.int64)
     k = _load_rows(key_ptr + row * key_row + head * key_head, place * key_token, real, D, D_PAD, True)
@@ -704,21 +644,32 @@ def _backward_key_kernel(
     line = row_head * tl.num_programs(1) + block
     list_ptr += line * tl.cdiv(tokens * GROUP, BLOCK_M)
     count = tl.load(count_ptr + line)
-    # Tiles, the first of the list, in which queries may come before keys.
-    end = tl.minimum(first + BLOCK_N - 1, length) * GROUP
-    diagonal = tl.minimum(tl.maximum(tl.cdiv(end, BLOCK_M) - first * GROUP // BLOCK_M, 0), count)
+    mask_ptr += block * PAGES // 32
+    bit = block * PAGES % 32 + tl.arange(0, BLOCK_N) // PAGE
     grad_k = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     grad_v = tl.zeros((BLOCK_N, D_PAD), tl.float32)
-    grad_k, grad_v = _key_gradients_of_tiles(
-        k, v, grad_k, grad_v, query_ptr, grad_ptr, mask_ptr, lse_ptr, delta_ptr, list_ptr, 0, diagonal, block, length,
-        query_head, query_token, grad_head, grad_token, mask_token, log2_scale, GROUP, PAGE, D, D_PAD, BLOCK_M,
-        BLOCK_N, True,
-    )  # fmt: skip
-    grad_k, grad_v = _key_gradients_of_tiles(
-        k, v, grad_k, grad_v, query_ptr, grad_ptr, mask_ptr, lse_ptr, delta_ptr, list_ptr, diagonal, count, block,
-        length, query_head, query_token, grad_head, grad_token, mask_token, log2_scale, GROUP, PAGE, D, D_PAD,
-        BLOCK_M, BLOCK_N, False,
-    )  # fmt: skip
+    # In one loop, the diagonal included: with two, the second's products would wait for one another.
+    next_tile = tl.load(list_ptr, mask=count > 0, other=0)
+    for i in range(count):
+        tile = next_tile
+        next_tile = tl.load(list_ptr + i + 1, mask=i + 1 < count, other=0)
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        token = m // GROUP
+        g = m % GROUP
+        unpadded = token < length
+        q = _load_rows(query_ptr, token.to(tl.int64) * query_token + g * query_head, unpadded, D, D_PAD, True)
+        grad = _load_rows(grad_ptr, token.to(tl.int64) * grad_token + g * grad_head, unpadded, D, D_PAD, True)
+        words = tl.load(mask_ptr + token.to(tl.int64) * mask_token, mask=unpadded, other=0)
+        lse = tl.load(lse_ptr + m, mask=unpadded, other=0.0)
+        delta = tl.load(delta_ptr + m, mask=unpadded, other=0.0)
+        # Keys times queries: the weights are then an operand as they are.
+        logits = tl.dot(k, tl.trans(q), input_precision="ieee")
+        kept = (((words[None, :] >> bit[:, None]) & 1) != 0) & (column[:, None] <= token[None, :])
+        weights = tl.where(kept, tl.exp2(logits * log2_scale - lse[None, :]), 0.0)
+        grad_v = tl.dot(weights.to(grad.dtype), grad, grad_v, input_precision="ieee")
+        grad_weights = tl.dot(v, tl.trans(grad), input_precision="ieee")
+        grad_logits = weights * (grad_weights - delta[None, :])
+        grad_k = tl.dot(grad_logits.to(q.dtype), q, grad_k, input_precision="ieee")
     inside = column < tokens
     place = _wrap(column, start, tokens)
     grad_key_ptr += row * grad_key_row + head * grad_key_head

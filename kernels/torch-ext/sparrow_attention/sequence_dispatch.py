@@ -14,8 +14,8 @@ MAX_HEAD_DIM = 256
 MAX_PAGE_SIZE = 64
 # Scores of a query's pages are held in registers.
 MAX_PAGES = 8192
-# Of the largest tiles: Hopper has 227 KiB, an A100 163 and a consumer GPU about 100.
-SHARED_MEMORY = 200 * 2**10
+# Major compute capabilities with the shared memory that the tiles take: Hopper and its successors for data centers.
+CAPABILITIES = (9, 10)
 
 
 def has_sequence_kernels(
@@ -35,5 +35,4 @@ def has_sequence_kernels(
 def _runs_kernels(device: torch.device) -> bool:
     if torch.version.hip or importlib.util.find_spec("triton") is None:
         return False
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_MEMORY
+    return torch.cuda.get_device_capability(device)[0] in CAPABILITIES
