@@ -6,6 +6,7 @@ single row.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 
 # A plain class, since FSDP takes a module's dataclass arguments apart and copies them.
@@ -37,8 +38,8 @@ class SequenceLayout:
             Tokens of each sequence.
         packed (`bool`):
             Whether the sequences lie in one row.
-        spans (`list[tuple[int, int, int]]`):
-            Row, first column and number of tokens of each sequence.
+        spans (`list[tuple[int, int]]`):
+            Both of these in Python, a tuple for each sequence.
         padded (`bool`):
             Whether there are tokens of no sequence.
 
@@ -70,9 +71,8 @@ class SequenceLayout:
             self.lengths = torch.tensor(bounds, device=device).diff()
         else:
             self.starts, self.lengths = _real_tokens(batch, tokens, device, attention_mask)
-        spans = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        self.spans = [(0 if self.packed else row, *span) for row, span in enumerate(spans)]
-        self.padded = sum(length for *_, length in self.spans) < batch * tokens
+        self.spans = list(zip(self.starts.tolist(), self.lengths.tolist(), strict=True))
+        self.padded = sum(length for _, length in self.spans) < batch * tokens
         self._positions = torch.arange(tokens, device=device) - (
             self.starts.repeat_interleave(self.lengths) if self.packed else self.starts[:, None]
         )
@@ -81,13 +81,17 @@ class SequenceLayout:
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """Positions of shape `[batch, tokens]` that count from 0 in each sequence; 0 to its left, going on to its
-        right."""
+        """
+        Positions of shape `[batch, tokens]` that count from 0 in each sequence. Padding on its left is at 0 too, and
+        on its right positions go on.
+        """
         return self._positions.clamp(min=0).view(-1, self._positions.shape[-1])
 
     def check_prompt_lengths(self, prompt_lengths: torch.Tensor) -> torch.Tensor:
-        """`prompt_lengths`, beside the layout's tensors. Raises a `ValueError` unless there is one for each sequence,
-        and in packed rows, where the sequences set no bound of their own, for a prompt longer than its sequence."""
+        """
+        `prompt_lengths` on the layout's device. Raises a `ValueError` unless there is one for each sequence, and for
+        packed sequences with longer prompts, whose lengths must be in another order.
+        """
         prompt_lengths = torch.as_tensor(prompt_lengths).to(self.starts.device)
         if prompt_lengths.shape != self.starts.shape:
             count = len(self.spans)
@@ -97,7 +101,7 @@ class SequenceLayout:
             index = int(longer[0])
             raise ValueError(
                 f"`prompt_lengths` gives the prompt of packed sequence {index} {int(prompt_lengths[index])} tokens, "
-                f"but the sequence has {self.spans[index][2]}. The lengths come in the order of the sequences."
+                f"but the sequence has {self.spans[index][1]}. The lengths come in the order of the sequences."
             )
         return prompt_lengths
 
@@ -112,19 +116,26 @@ class SequenceLayout:
             query, key, value (`torch.Tensor` of shape `[batch, heads, tokens, head_dim]`):
                 As attention functions of transformers get them.
         """
-        batch, q_heads, tokens, _ = query.shape
-        head_dim = value.shape[-1]
-        parts, end = [], 0
-        for index, (row, start, length) in enumerate(self.spans):
-            if not length:
-                continue
-            begin = row * tokens + start
-            parts.append(query.new_zeros(1, begin - end, q_heads, head_dim))
-            parts.append(function(index, *(x[row : row + 1, :, start : start + length] for x in (query, key, value))))
-            end = begin + length
-        parts.append(query.new_zeros(1, batch * tokens - end, q_heads, head_dim))
-        # Joined once, because each assignment to a slice would copy the gradient of the whole in the backward pass.
-        return torch.cat(parts, dim=1).view(batch, tokens, q_heads, head_dim)
+        outputs = []
+        for index, parts in enumerate(zip(*map(self._split, (query, key, value)), strict=True)):
+            empty = not parts[0].shape[2]
+            outputs.append(query.new_zeros(1, 0, query.shape[1], value.shape[3]) if empty else function(index, *parts))
+        if self.packed:
+            return torch.cat(outputs, dim=1)
+        tokens = query.shape[2]
+        return torch.cat(
+            [
+                F.pad(output, (0, 0, 0, 0, start, tokens - start - length))
+                for output, (start, length) in zip(outputs, self.spans, strict=True)
+            ]
+        )
+
+    def _split(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The part of `x [batch, heads, tokens, head_dim]` that belongs to each sequence."""
+        # Slices of a packed row would each get a gradient as long as the row.
+        if self.packed:
+            return x.split([length for _, length in self.spans], dim=2)
+        return [row.narrow(2, *span) for row, span in zip(x.split(1), self.spans, strict=True)]
 
     def _check_positions(self, position_ids: torch.Tensor):
         positions, column = self._positions, torch.arange(self._positions.shape[-1], device=self.starts.device)

@@ -369,6 +369,15 @@ def test_schedule_and_prompts_belong_to_one_call(qwen3):
     assert not torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
+def test_a_mask_may_serve_several_calls(qwen3):
+    model = switched(qwen3)
+    inputs = {**PADDED, "attention_mask": {"full_attention": attention.PaddingMask(MASK.bool())}}
+    with torch.no_grad():
+        for schedule, prompts in ((SPARSE, PROMPTS), (SPARSE, PROMPTS + 60), (GROUP_SOFTMAX, PROMPTS)):
+            arguments = {"sparsity_schedule": schedule, "prompt_lengths": prompts}
+            assert torch.equal(model(**inputs, **arguments).logits, model(**PADDED, **arguments).logits)
+
+
 def padded_loss(model, **arguments):
     logits = model(**PADDED, use_cache=False, **arguments).logits
     weights = torch.randn(59, generator=torch.Generator().manual_seed(2)).to(logits)

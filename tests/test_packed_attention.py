@@ -219,12 +219,12 @@ def test_layout():
     device = torch.device("cpu")
     packed = SequenceLayout(1, 385, device, cu_seq_lens=BOUNDS)
     assert packed.packed and not packed.padded
-    assert packed.spans == [(0, 0, 150), (0, 150, 33), (0, 183, 1), (0, 184, 131), (0, 315, 70)]
+    assert packed.spans == [(0, 150), (150, 33), (183, 1), (184, 131), (315, 70)]
     assert torch.equal(packed.position_ids, POSITION_IDS)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0]])
     padded = SequenceLayout(4, 5, device, mask)
     assert padded.padded and not padded.packed
-    assert padded.spans == [(0, 2, 3), (1, 0, 2), (2, 1, 3), (3, 0, 0)]
+    assert padded.spans == [(2, 3), (0, 2), (1, 3), (0, 0)]
     assert padded.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert not SequenceLayout(2, 5, device, mask.new_ones(2, 5), torch.arange(5)[None]).padded
     with pytest.raises(ValueError, match=r"of shape \[batch, tokens\] = \[4, 5\], got \[3, 4, 5\]"):
