@@ -120,7 +120,7 @@ def sparse_attention_context(
             A transformers model that uses the attention interface, bare or wrapped (PEFT, DDP).
         schedule ([`SparsityScheduleConfig`]):
             Pages to keep at each cached length.
-        prompt_lengths (`torch.Tensor` of shape `[batch]`, *optional*):
+        prompt_lengths (`torch.Tensor` of shape `[sequences]`, *optional*):
             Number of prompt tokens in each row, padding not counted, or in each packed sequence. Each forward pass
             must have this batch.
         prompt_width (`int`, *optional*):
@@ -217,11 +217,37 @@ def sparse_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """
-    The attention function behind [`SPARSE_ATTENTION`]: `query [batch, q_heads, tokens, head_dim]`, `key` and `value`
-    `[batch, kv_heads, tokens, head_dim]` to `[batch, tokens, q_heads, head_dim]`, zeros at padding.
+    The attention function behind [`SPARSE_ATTENTION`], as the layers of a transformers model call it.
 
-    `sparsity_schedule` and `prompt_lengths` are keyword arguments of the model's forward pass;
-    [`sparse_attention_context`] gives `sparse_forward` in their place.
+    Args:
+        module (`torch.nn.Module`):
+            The attention layer.
+        query (`torch.Tensor` of shape `[batch, q_heads, tokens, head_dim]`):
+            Queries, after the rotary embedding.
+        key, value (`torch.Tensor` of shape `[batch, kv_heads, tokens, head_dim]`):
+            Keys, after the rotary embedding, and values.
+        attention_mask ([`PaddingMask`]):
+            What [`sparse_attention_mask`] made.
+        scaling (`float`, *optional*):
+            Factor of the attention logits, by default `head_dim**-0.5`.
+        dropout (`float`, *optional*, defaults to `0.0`):
+            Attention dropout, which dense layers alone support.
+        sparsity_schedule ([`SparsityScheduleConfig`], *optional*):
+            Pages to keep at each cached length, from the keyword arguments of the model's forward pass.
+        prompt_lengths (`torch.Tensor` of shape `[sequences]`, *optional*):
+            Number of prompt tokens in each row, padding not counted, or in each packed sequence; likewise.
+        sparse_forward ([`SparseForward`], *optional*):
+            What [`sparse_attention_context`] gives in place of these two and the mask.
+        **kwargs:
+            Other keyword arguments of the model's forward pass, of which `position_ids` and `cu_seq_lens_q` tell
+            packed sequences apart.
+
+    Returns:
+        `tuple`: the output of shape `[batch, tokens, q_heads, head_dim]`, zeros at padding, and `None` for the
+        attention weights.
+
+    Raises:
+        ValueError: without a schedule and prompt lengths, and as in [`sparse_attention_context`].
     """
     layer = module.layer_idx
     for option, name in UNSUPPORTED_OPTIONS.items():
