@@ -28,6 +28,7 @@ def load_package():
 
 def load_triton_kernels():
     names = ("paged_landmarks", "paged_selection", "paged_attention", "paged_decode")
+    names += ("sequence_selection", "sequence_attention")
     return SimpleNamespace(**{name: importlib.import_module(f"{PACKAGE.__name__}.{name}") for name in names})
 
 

@@ -98,7 +98,7 @@ def attend_to_kept_bits(
             Keys and values.
         mask, starts, lengths:
             As [`keep_pages_of_sequences`][sparrow_attention.sequence_selection.keep_pages_of_sequences] returns and
-            takes them. Every token keeps its own page.
+            takes them. Every token keeps its own page and none after it.
         page_size (`int`):
             Tokens in a page: 16, 32 or 64.
         scale (`float`, *optional*):

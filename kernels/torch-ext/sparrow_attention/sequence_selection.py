@@ -123,7 +123,7 @@ def keep_pages_of_sequences(
     chunk = min(max(chunk, SCORE_QUERIES), tokens)
     scores = torch.empty((batch * kv_heads, chunk, pages), dtype=torch.float32, device=query.device)
     lse = torch.empty((batch * q_heads if softmax else 0, chunk), dtype=torch.float32, device=query.device)
-    budget = (lengths, prompt_lengths.int(), top_k_table, top_k_table.shape[0], sink_pages, recent_pages)
+    budget = (lengths, prompt_lengths.clamp(max=tokens).int(), top_k_table, top_k_table.shape[0], sink_pages, recent_pages)
     place = (query, landmarks, scores, lse, starts, *budget, *strides(query, 3), *strides(landmarks, 4))
     shape = dict(KV_HEADS=kv_heads, GROUP=q_heads // kv_heads, PAGE=page_size, RUNS=landmarks_per_page)
     shape |= dict(D=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)))
@@ -140,26 +140,51 @@ def keep_pages_of_sequences(
             _candidate_lse_kernel[(query_tiles, batch * q_heads)](*arguments, **shape)
         grid = (triton.cdiv(chunk_pages, shape["BLOCK_P"]), query_tiles, batch * kv_heads)
         _score_sequences_kernel[grid](*arguments, SOFTMAX=softmax, **shape)
-        width = max(32, triton.next_power_of_2(chunk_pages))
-        rows = max(1, SCORES_PER_WARP // width)
-        _keep_best_kernel[(triton.cdiv(last - first, rows), batch * kv_heads)](
-            scores,
-            mask,
-            *budget,
-            scores.stride(0),
-            scores.stride(1),
-            mask.stride(1),
-            mask.stride(2),
-            first,
-            last,
-            KV_HEADS=kv_heads,
-            PAGE=page_size,
-            SPREAD=softmax,
-            ROWS=rows,
-            WIDTH=width,
-            num_warps=max(1, width // SCORES_PER_WARP),
-        )
+        keep_best_pages(scores, mask, *budget, first=first, last=last, page_size=page_size, softmax=softmax)
     return mask
+
+
+def keep_best_pages(
+    scores: torch.Tensor,
+    mask: torch.Tensor,
+    lengths: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    top_k_table: torch.Tensor,
+    table_len: int,
+    sink_pages: int,
+    recent_pages: int,
+    *,
+    first: int,
+    last: int,
+    page_size: int,
+    softmax: bool,
+) -> None:
+    """
+    The second half of [`keep_pages_of_sequences`], by itself: mark what `scores [batch * kv_heads, chunk, pages]` of
+    the tokens from `first` on and before `last` keep.
+    """
+    width = max(32, triton.next_power_of_2(-(-last // page_size)))
+    rows = max(1, SCORES_PER_WARP // width)
+    _keep_best_kernel[(triton.cdiv(last - first, rows), scores.shape[0])](
+        scores,
+        mask,
+        lengths,
+        prompt_lengths,
+        top_k_table,
+        table_len,
+        sink_pages,
+        recent_pages,
+        *strides(scores, 2),
+        *mask.stride()[1:3],
+        first,
+        last,
+        KV_HEADS=mask.shape[1],
+        PAGE=page_size,
+        SPREAD=softmax,
+        ROWS=rows,
+        WIDTH=width,
+        num_warps=max(1, width // SCORES_PER_WARP),
+    )
 
 
 @triton.jit
