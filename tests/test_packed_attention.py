@@ -38,7 +38,7 @@ GROUP_SOFTMAX = SparsityScheduleConfig(
 )
 
 # Lengths and starts that are no multiple of a page, one sequence of a single token, one that is all prompt.
-LENGTHS, PROMPTS = [150, 33, 1, 131, 70], torch.tensor([30, 33, 0, 5, 17])
+LENGTHS, PROMPTS = [150, 33, 1, 131, 70], torch.tensor([30, 33, 0, 100, 17])
 GENERATOR = torch.Generator().manual_seed(3)
 SEQUENCES = [torch.randint(0, 59, (length,), generator=GENERATOR) for length in LENGTHS]
 INPUT_IDS = torch.cat(SEQUENCES)[None]
@@ -192,7 +192,7 @@ def test_refuses_packed_rows_it_would_get_wrong(qwen3):
 
     assert_refused(r"has shape \[4\], but the packed row holds 5 sequences", PROMPTS[:4], **BY_POSITIONS)
     assert_refused(
-        "gives the prompt of packed sequence 2 5 tokens, but the sequence has 1. The lengths come in the order",
+        "gives the prompt of packed sequence 2 100 tokens, but the sequence has 1. The lengths come in the order",
         PROMPTS[[0, 1, 3, 2, 4]],
         **BY_POSITIONS,
     )
