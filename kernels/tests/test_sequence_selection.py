@@ -164,7 +164,7 @@ def test_equal_to_the_reference(
         lengths, starts=[0, 9][: len(lengths)], kv_heads=1, dyadic=dyadic, page_size=page_size, seed=page_size
     )
     _, chose = assert_same(
-        sparrow_attention, triton_kernels, device, sequences, [0, 30][: len(lengths)], [0, 0, 0, 0, 1, 2, 1, 3],
+        sparrow_attention, triton_kernels, device, sequences, [0, 30][: len(lengths)], [0, 0, 0, 0, 0, 1, 2, 3],
         page_score=page_score, landmarks_per_page=landmarks_per_page,
     )  # fmt: skip
     assert chose > 0.2

@@ -123,7 +123,8 @@ def keep_pages_of_sequences(
     chunk = min(max(chunk, SCORE_QUERIES), tokens)
     scores = torch.empty((batch * kv_heads, chunk, pages), dtype=torch.float32, device=query.device)
     lse = torch.empty((batch * q_heads if softmax else 0, chunk), dtype=torch.float32, device=query.device)
-    budget = (lengths, prompt_lengths.clamp(max=tokens).int(), top_k_table, top_k_table.shape[0], sink_pages, recent_pages)
+    prompt_lengths = prompt_lengths.clamp(max=tokens).int()
+    budget = (lengths, prompt_lengths, top_k_table, top_k_table.shape[0], sink_pages, recent_pages)
     place = (query, landmarks, scores, lse, starts, *budget, *strides(query, 3), *strides(landmarks, 4))
     shape = dict(KV_HEADS=kv_heads, GROUP=q_heads // kv_heads, PAGE=page_size, RUNS=landmarks_per_page)
     shape |= dict(D=head_dim, D_PAD=max(16, triton.next_power_of_2(head_dim)))
@@ -408,7 +409,7 @@ def _keep_best_kernel(
     # As in `_list_best_pages`, for several rows at a time: a threshold that exactly top_k keys reach or, among ties,
     # the key of the last one kept.
     low = tl.min(tl.where(candidate, key, 0x7FFFFFFF), 1)
-    key = tl.where(candidate, key, LOWEST)
+    key = tl.where(candidate, key, LOWEST)  # which no score has: the key of what is no candidate from here on
     high = tl.max(key, 1)
     reach = tl.where(chooses, num_pages - recent - sink, top_k)
     beyond = tl.zeros((ROWS,), tl.int32)
@@ -431,14 +432,13 @@ def _keep_best_kernel(
         beyond = tl.where(searching & (enough == 0), reach_middle, beyond)
         high = tl.where(searching & (enough == 0), middle - 1, high)
         searching = (low < high) & (reach != top_k)
-    chosen = candidate & (key >= low[:, None])
+    chosen = key >= low[:, None]
     if tl.max((reach > top_k).to(tl.int32), 0) != 0:
-        above = candidate & (key > low[:, None])
-        tied = candidate & (key == low[:, None])
+        above = key > low[:, None]
+        tied = key == low[:, None]
         room = top_k - tl.sum(above.to(tl.int32), 1)
         chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 1) <= room[:, None]))
-    covered = real[:, None] & (page < num_pages[:, None])
-    kept = chosen | (covered & (candidate == 0))
+    kept = chosen | (real[:, None] & (page < num_pages[:, None]) & (key == LOWEST))
     bits = tl.reshape(kept.to(tl.int32) << (page % 32), (ROWS, WIDTH // 32, 32))
     word = tl.arange(0, WIDTH // 32)[None, :]
     out = mask_ptr + row_head * mask_head + position[:, None].to(tl.int64) * mask_token + word
