@@ -123,7 +123,8 @@ def keep_pages_of_sequences(
     softmax = page_score == "group_softmax"
     chunk = SCRATCH_BYTES // (4 * batch * kv_heads * pages) // SCORE_QUERIES * SCORE_QUERIES
     chunk = min(max(chunk, SCORE_QUERIES), tokens)
-    scores = torch.empty((batch * kv_heads, chunk, pages), dtype=torch.float32, device=query.device)
+    # Rows of a multiple of 32, which are aligned.
+    scores = torch.empty((batch * kv_heads, chunk, 32 * mask.shape[-1]), dtype=torch.float32, device=query.device)
     lse = torch.empty((batch * q_heads if softmax else 0, chunk), dtype=torch.float32, device=query.device)
     prompt_lengths = prompt_lengths.clamp(max=tokens).int()
     budget = (lengths, prompt_lengths, top_k_table, top_k_table.shape[0], sink_pages, recent_pages)
@@ -236,7 +237,7 @@ def _query_budget(
     return real, num_pages, top_k, real & (keeps_all == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_len", "sink", "recent", "first", "last"])
 def _candidate_lse_kernel(
     query_ptr,
     landmark_ptr,
@@ -304,7 +305,7 @@ def _candidate_lse_kernel(
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * (score_head // score_query) + i, lse, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_len", "sink", "recent", "first", "last"])
 def _score_sequences_kernel(
     query_ptr,
     landmark_ptr,
@@ -376,7 +377,7 @@ def _score_sequences_kernel(
     tl.store(out, score, mask=chooses[:, None] & (page < stop)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_len", "sink", "recent", "first", "last"])
 def _keep_best_kernel(
     score_ptr,
     mask_ptr,
