@@ -15,6 +15,7 @@ sequence over the bins one after the other.
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -302,6 +303,36 @@ class AcceptanceTable:
                 intervals[budget_index, bin_index] = np.quantile(quantiles, [(1 - level) / 2, (1 + level) / 2])
         return intervals
 
+    def length_correlation(self, q: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
+        """
+        Pearson's correlation of the acceptance rate with the cached length, by budget (paper, section 3.2: about -0.1
+        for the rates of single tokens, -0.55 for their 5th percentile).
+
+        Lengths are known to the bin. A quantile is a number of a bin, so its correlation is over bins and counts each
+        alike.
+
+        Args:
+            q (`float`, *optional*, defaults to `0.05`):
+                The quantile.
+
+        Returns:
+            `tuple[numpy.ndarray, numpy.ndarray]`: of the tokens' rates, and of the bins' quantiles, both of shape
+            `[page_counts]`; NaN where fewer than two bins (for quantiles, three) have tokens, or nothing varies.
+        """
+        low, high = _edges(1)
+        squares = (self._counts * ((low + high) / 2) ** 2).sum(-1)
+        quantiles = self.quantile(q)
+        of_tokens, of_quantiles = [], []
+        for count, mean, square, quantile in zip(self.count, self.mean, squares, quantiles, strict=True):
+            bins = np.flatnonzero(count)
+            own, weights = mean[bins], count[bins]
+            # What varies within a bin adds to the spread of the rates, and to nothing else.
+            spread = square[bins].sum() / max(weights.sum(), 1)
+            of_tokens.append(_pearson(bins, own, weights, spread))
+            # Two points always lie on a line.
+            of_quantiles.append(_pearson(bins, quantile[bins], np.ones(len(bins))) if len(bins) > 2 else math.nan)
+        return np.array(of_tokens), np.array(of_quantiles)
+
     def cumulative(self, budget_index: int, bin_index: int) -> tuple[np.ndarray, np.ndarray]:
         """
         Distribution of the acceptance rate in one cell.
@@ -324,8 +355,8 @@ class AcceptanceTable:
 
     def describe(self, q: float = 0.05) -> str:
         """
-        The table as text: the quantile `q` (`float`) and the mean for each bin of cached length and budget. A cell
-        without tokens is `"-"`.
+        The table as text: the quantile `q` (`float`) and the mean for each bin of cached length and budget, and their
+        correlation with the length. A cell without tokens is `"-"`.
         """
         recipe = ", ".join(f"{name} {value}" for name, value in self.recipe.items())
         lines = [f"Acceptance rate of {self.model_name or 'a model'}, {self.method.replace('_', ' ')} ({recipe})"]
@@ -340,6 +371,10 @@ class AcceptanceTable:
             lines += ["", f"{title} by pages kept"]
             for row in zip(*columns, strict=True):
                 lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        lines += ["", "Correlation with the cached length (Pearson)"]
+        for pages, *values in zip(self.page_counts, *self.length_correlation(q), strict=True):
+            tokens, tail = ("-" if np.isnan(value) else f"{value:+.2f}" for value in values)
+            lines.append(f"{pages} pages: {tokens} of single tokens, {tail} of quantile {q:g} by bin")
         return "\n".join(lines)
 
     # Storing it
@@ -495,6 +530,19 @@ def _histogram_quantile(counts: np.ndarray, edges: tuple[np.ndarray, np.ndarray]
     first = np.floor(position)
     lower, upper = order_statistic(first), order_statistic(np.ceil(position))
     return np.where(total > 0, lower + (position - first) * (upper - lower), np.nan)
+
+
+def _pearson(x: np.ndarray, y: np.ndarray, weights: np.ndarray, mean_square: float | None = None) -> float:
+    """Weighted correlation; `mean_square` of what the values `y` are means of, by default of themselves."""
+    if len(x) < 2:
+        return math.nan
+    shares = weights / weights.sum()
+    center, level = shares @ x, shares @ y
+    variance = (shares @ y**2 if mean_square is None else mean_square) - level**2
+    # Below the resolution of what is summed there is no variance.
+    if variance < 1e-12:
+        return math.nan
+    return float(shares @ ((x - center) * (y - level)) / math.sqrt(shares @ (x - center) ** 2 * variance))
 
 
 def _is_int(value: Any) -> bool:

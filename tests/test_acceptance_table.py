@@ -52,6 +52,37 @@ def pooled(updates, bin_index):
 # Statistics
 
 
+def test_correlation_with_length_equals_numpys():
+    rng, table, lengths, alphas = np.random.default_rng(3), make_table(num_bins=6), [], []
+    for _ in range(4):
+        lengths.append(rng.integers(1, 369, 3000))
+        # Falls with the length, at the bottom more than in the mean.
+        alphas.append(1 - rng.random(3000) ** 8 * lengths[-1] / 400)
+        table.update(0, lengths[-1], alphas[-1])
+    bins, rates = np.ceil(np.concatenate(lengths) / 16).astype(int) // 4, np.concatenate(alphas)
+    of_tokens, of_tails = table.length_correlation(0.05)
+    assert of_tokens[0] == pytest.approx(np.corrcoef(bins, rates)[0, 1], abs=1e-3)
+    tails = [np.quantile(rates[bins == index], 0.05) for index in range(6)]
+    assert of_tails[0] == pytest.approx(np.corrcoef(range(6), tails)[0, 1], abs=1e-3)
+    assert -0.5 < of_tokens[0] < -0.05 and of_tails[0] < -0.9
+    assert np.isnan(of_tokens[1]) and np.isnan(of_tails[1])  # no tokens
+    assert "single tokens" in table.describe() and "8 pages: - of single tokens" in table.describe()
+
+
+def test_nothing_correlates_with_one_length_or_equal_rates():
+    table = make_table()
+    table.update(0, np.full(50, 20), np.linspace(0, 1, 50))
+    assert np.isnan(table.length_correlation()).all()
+    # Two bins say something about tokens, but nothing about quantiles by bin.
+    table.update(0, np.full(50, 80), np.linspace(0, 0.5, 50))
+    of_tokens, of_quantiles = table.length_correlation()
+    assert of_tokens[0] < -0.3 and np.isnan(of_quantiles).all()
+    table = make_table()
+    table.update(0, np.full(50, 20), np.linspace(0, 1, 50))
+    table.update(1, np.arange(1, 151), np.ones(150))
+    assert np.isnan(table.length_correlation()).all()
+
+
 @pytest.mark.parametrize("kind", ["mixed", "uniform", "near_one", "equal", "ones"])
 @pytest.mark.parametrize("tokens", [7, 5000])
 def test_statistics_equal_numpys_on_the_pooled_tokens(kind, tokens):
