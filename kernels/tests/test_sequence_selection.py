@@ -223,10 +223,10 @@ def test_rounded_float8_landmarks(sparrow_attention, triton_kernels, device, pag
 
 @pytest.mark.parametrize(("sink_pages", "recent_pages"), [(0, 1), (1, 4), (50, 2)])
 def test_reserved_pages(sparrow_attention, triton_kernels, device, sink_pages, recent_pages):
-    sequences = Sequences([112], kv_heads=1, seed=4)
+    sequences = Sequences([115], kv_heads=1, seed=4)
     reserved = {"sink_pages": sink_pages, "recent_pages": recent_pages}
     found, _ = assert_same(sparrow_attention, triton_kernels, device, sequences, [0], [1], **reserved)
-    assert found[0, 0, 111].sum() == min(7, sink_pages + recent_pages + 1)
+    assert found[0, 0, 114].sum() == min(8, sink_pages + recent_pages + 1)
 
 
 @pytest.mark.parametrize("top_k", [0, 3, 4, 2**40])
