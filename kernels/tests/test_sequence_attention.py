@@ -1,3 +1,5 @@
+import importlib
+from types import SimpleNamespace
 from unittest import mock
 
 import brute_force
@@ -117,6 +119,8 @@ def test_every_length(sparrow_attention, kernels, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (2, 80), (5, 96), (6, 128), (7, 64), (16, 64), (2, 256)])
 def test_groups_and_head_dims(sparrow_attention, kernels, device, group, head_dim, dtype):
+    if dtype == torch.float32 and head_dim > 128:
+        pytest.skip("left to plain torch")
     if not ON_GPU and (dtype == torch.float32) != (group in (1, 5)):
         pytest.skip("either type does the same in the interpreter")
     compare(
@@ -249,3 +253,39 @@ def test_dispatch(sparrow_attention, kernels, device):
     expected = run(sparrow_attention.sparse_attention, doubles, **numbers, landmark_dtype=torch.bfloat16)
     assert expected[0].dtype == torch.float64
     assert_close(found, [x.cpu() for x in expected], TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"shape": (1, 2, 16 * 8192, 256)}, True),
+        ({"shape": (1, 2, 16 * 8192 + 1, 64)}, False),
+        ({"shape": (1, 2, 50, 257)}, False),
+        ({"dtype": torch.float32, "shape": (1, 2, 50, 128)}, True),
+        ({"dtype": torch.float32, "shape": (1, 2, 50, 129)}, False),
+        ({"dtype": torch.float64}, False),
+        ({"device": torch.device("cpu")}, False),
+        ({"page_size": 64}, True),
+        ({"page_size": 128}, False),
+        ({"scale": 0.1}, True),
+        ({"scale": -0.1}, False),
+        ({"capability": (9, 0)}, True),
+        ({"capability": (12, 0)}, False),
+        ({"capability": (8, 0)}, False),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_the_kernels(sparrow_attention, monkeypatch, change, expected):
+    dispatch = importlib.import_module(f"{sparrow_attention.__name__}.sequence_dispatch")
+    case = {"shape": (1, 2, 50, 64), "dtype": torch.float16, "device": torch.device("cuda"), "page_size": 16}
+    case = SimpleNamespace(**{**case, "scale": None, "capability": (10, 0), **change})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
+    dispatch._runs_kernels.cache_clear()
+    tensor = SimpleNamespace(shape=torch.Size(case.shape), dtype=case.dtype, device=case.device)
+    assert dispatch.has_sequence_kernels(tensor, tensor, tensor, case.page_size, case.scale) == expected
+    other = SimpleNamespace(shape=tensor.shape, dtype=torch.bfloat16, device=case.device)
+    assert not dispatch.has_sequence_kernels(tensor, other, other, case.page_size, case.scale)
+    dispatch._runs_kernels.cache_clear()

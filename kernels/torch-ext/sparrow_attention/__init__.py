@@ -5,7 +5,7 @@ Block-sparse attention over a paged KV cache, with page selection by landmark ke
 - [`page_landmarks`]: the mean keys that stand for a page when pages are scored.
 - [`select_pages`]: which pages each kv head keeps for one query per row.
 - [`sparse_decode_attention`]: one decode step over a paged cache.
-- [`sparse_attention`]: whole sequences, differentiable, for training.
+- [`sparse_attention`]: whole sequences, differentiable, for training; on data-center GPUs in Triton kernels.
 
 On a GPU, in Triton kernels that are imported on first use:
 

@@ -205,8 +205,8 @@ def sparse_attention(
     until then are the kept pages rather than attention weights.
 
     On a data-center GPU (NVIDIA H100 and later), Triton kernels do the work, at a speed near that of dense attention:
-    for bfloat16, float16 and float32, head dims up to 256, pages of up to 64 tokens, up to 8192 of them, and a scale
-    above 0. Everything else, float64 for example, runs in plain torch, which is slow on a GPU.
+    for bfloat16 and float16 of head dims up to 256, float32 of up to 128 (which is slow), pages of up to 64 tokens, up
+    to 8192 of them, and a scale above 0. Everything else, float64 for example, runs in plain torch.
 
     Args:
         query (`torch.Tensor` of shape `[batch, q_heads, tokens, head_dim]`):

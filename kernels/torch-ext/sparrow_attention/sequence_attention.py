@@ -27,7 +27,7 @@ FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)}
 BACKWARD_QUERY = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}
 BACKWARD_KEY = {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)}
 # The same for float32, which no tensor core multiplies.
-FLOAT32 = (32, 32, 4, 1)
+FLOAT32 = (32, 32, 8, 1)
 
 
 def sparse_sequence_attention(

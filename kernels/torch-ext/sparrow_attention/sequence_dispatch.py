@@ -10,6 +10,8 @@ import torch
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
+# No tensor core multiplies float32: longer vectors would not fit into registers.
+MAX_FLOAT32_HEAD_DIM = 128
 # Tiles have at least the keys of a page.
 MAX_PAGE_SIZE = 64
 # Scores of a query's pages are held in registers.
@@ -27,7 +29,8 @@ def has_sequence_kernels(
     if not (query.dtype == key.dtype == value.dtype or torch.is_autocast_enabled("cuda")):
         return False
     tokens, head_dim = query.shape[2:]
-    fits = head_dim <= MAX_HEAD_DIM and page_size <= MAX_PAGE_SIZE and tokens <= MAX_PAGES * page_size
+    longest = MAX_FLOAT32_HEAD_DIM if query.dtype == torch.float32 else MAX_HEAD_DIM
+    fits = head_dim <= longest and page_size <= MAX_PAGE_SIZE and tokens <= MAX_PAGES * page_size
     return fits and (scale is None or scale > 0) and _runs_kernels(query.device)
 
 

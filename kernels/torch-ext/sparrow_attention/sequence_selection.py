@@ -15,10 +15,10 @@ import triton.language as tl
 
 from .launching import strides
 from .paged_landmarks import largest_landmark, write_landmarks
-from .paged_selection import MAX_PAGES, _selection_keys, _to_key, _to_score
+from .paged_selection import _selection_keys, _to_key, _to_score
 
 
-__all__ = ["MAX_PAGES", "keep_pages_of_sequences", "landmarks_of_sequences", "real_tokens"]
+__all__ = ["keep_pages_of_sequences", "landmarks_of_sequences", "real_tokens"]
 
 # Bytes of scores written at a time.
 SCRATCH_BYTES = 2**28
