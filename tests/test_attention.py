@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.masking_utils import create_causal_mask
 
 from sparrow_trl import attention
 from sparrow_trl.attention import SPARSE_ATTENTION, sparse_attention_context
@@ -311,6 +312,26 @@ def test_refuses_other_attention(architecture, overrides, message):
     model = build_model(architecture, **overrides).train()
     with pytest.raises(ValueError, match=message):
         logits_of(model, SPARSE)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"or_mask_function": lambda batch, head, query, key: key < 5, "attention_mask": None},
+        {"block_sequence_ids": torch.zeros(3, 150, dtype=torch.long)},
+    ],
+    ids=["own function", "two-way blocks"],
+)
+def test_refuses_masks_other_than_causal_ones(qwen3, other):
+    arguments = {
+        "config": switched(qwen3).config,
+        "inputs_embeds": torch.zeros(3, 150, 32),
+        "attention_mask": torch.ones(3, 150),
+        "past_key_values": None,
+    }
+    assert isinstance(create_causal_mask(**arguments), attention.PaddingMask)
+    with pytest.raises(ValueError, match="supports causal attention alone; a qwen3 model asks for another mask"):
+        create_causal_mask(**{**arguments, **other})
 
 
 def test_refuses_a_model_that_never_calls_the_attention_interface(qwen3):
