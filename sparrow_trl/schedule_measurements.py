@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from .acceptance_sweep import TokenSequence, gather_objects, process_rank, sequence_acceptance
+from .acceptance_sweep import TokenSequence, gather_objects, process_rank, sequence_acceptance, weights_fingerprint
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .schedule import SparsityScheduleConfig
 
@@ -31,8 +31,6 @@ FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**25
 RATE_STEPS = 65_535
 NUM_RESAMPLES = 200
-# Values of each weight that tell one model from another.
-FINGERPRINT_VALUES = 64
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class ScheduleMeasurements:
         self._on_measured = on_measured
         self._asked: set[tuple[str, str]] = set()
         self._folder = None if folder is None else Path(folder)
-        self._weights = _weights_fingerprint(model)
+        self._weights = weights_fingerprint(model)
         self._names = [_sequence_name(sequence) for sequence in sequences]
         self._running: dict[int, _RunningSequence] = {}
         self._rates: dict[str, dict[str, np.ndarray]] = {}
@@ -296,16 +294,3 @@ def _decode(text: str) -> np.ndarray:
 
 def _sequence_name(sequence: TokenSequence) -> str:
     return hashlib.sha256(json.dumps([sequence.prompt_length, sequence.token_ids]).encode()).hexdigest()[:32]
-
-
-def _weights_fingerprint(model: nn.Module) -> str:
-    """Hash of a few values of each weight: a training step changes nearly all of them."""
-    import torch
-
-    weights = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()
-        values = values[:: max(1, len(values) // FINGERPRINT_VALUES)][:FINGERPRINT_VALUES]
-        weights.update(f"{name} {list(parameter.shape)} {parameter.dtype} ".encode())
-        weights.update(values.to("cpu", torch.float64).numpy().tobytes())
-    return weights.hexdigest()

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-import torch
-from tiny_models import tiny_model
+from tiny_models import model_of_one_layer, random_token_ids, tiny_model
 
 from sparrow_trl import SparsityScheduleConfig
 from sparrow_trl.acceptance_sweep import TokenSequence, sequence_acceptance
@@ -19,18 +18,12 @@ LAYER = 2
 
 @pytest.fixture(scope="module")
 def model():
-    """Of its four layers, the attention of one alone matters."""
-    model = tiny_model("qwen3").eval()
-    with torch.no_grad():
-        for index, layer in enumerate(model.model.layers):
-            layer.self_attn.o_proj.weight *= 1 if index == LAYER else 1e-4
-    return model
+    return model_of_one_layer(LAYER)
 
 
 @pytest.fixture(scope="module")
 def sequences():
-    generator = torch.Generator().manual_seed(0)
-    return [TokenSequence(torch.randint(2, 70, (n,), generator=generator).tolist(), 20) for n in (391, 386, 380)]
+    return [TokenSequence(row, 20) for row in random_token_ids(391, 386, 380)]
 
 
 def test_rates_are_those_of_single_schedules_after_one_dense_pass(model, sequences):

@@ -4,14 +4,9 @@ import copy
 
 import pytest
 import torch
+from test_attention import GROUP_SOFTMAX, build_model
 from transformers import (
     DataCollatorWithFlattening,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -25,17 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*(depre
 
 # Layer 1 is dense; the tables of the others differ.
 SCHEDULE = SparsityScheduleConfig(top_k_pages=[1], dense_layers=[1], layer_top_k_pages={"2": [2]})
-# Every field away from its default.
-GROUP_SOFTMAX = SparsityScheduleConfig(
-    top_k_pages=[1, 2],
-    page_size=32,
-    page_score="group_softmax",
-    landmarks_per_page=2,
-    bin_tokens=128,
-    sink_pages=0,
-    recent_pages=1,
-    dense_layers=[0],
-)
 
 # Lengths and starts that are no multiple of a page, one sequence of a single token, one that is all prompt.
 LENGTHS, PROMPTS = [150, 33, 1, 131, 70], torch.tensor([30, 33, 0, 100, 17])
@@ -54,37 +38,15 @@ BY_BOUNDS = {
 }
 
 
-# In float64, so that what is left of a difference is a fault.
-def build_model(architecture="qwen3"):
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[architecture]
-    config = config_class(
-        vocab_size=59,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        # Large enough for attention to be uneven, so that a dropped page shows.
-        initializer_range=0.3,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    return model_class(config).double().eval()
-
-
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
 def model(request):
-    return build_model(request.param)
+    # In float64, so that what is left of a difference is a fault.
+    return build_model(request.param).double()
 
 
 @pytest.fixture(scope="module")
 def qwen3():
-    return build_model()
+    return build_model().double()
 
 
 def loss_of(logits):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import model_of_one_layer, random_token_ids, tiny_tokenizer
 
 from sparrow_trl import SparsityScheduleConfig
 from sparrow_trl.acceptance_sweep import TokenSequence, sequence_acceptance
@@ -29,18 +28,12 @@ OPTIONS = {"bin_tokens": 128, "target_acceptance": 0.9, "margin": 0.01, "min_tok
 
 @pytest.fixture(scope="module")
 def model():
-    """Of its four layers, the attention of one alone matters."""
-    model = tiny_model("qwen3").eval()
-    with torch.no_grad():
-        for index, layer in enumerate(model.model.layers):
-            layer.self_attn.o_proj.weight *= 1 if index == LAYER else 1e-4
-    return model
+    return model_of_one_layer(LAYER)
 
 
 @pytest.fixture(scope="module")
 def sequences():
-    generator = torch.Generator().manual_seed(0)
-    return [TokenSequence(torch.randint(2, 70, (n,), generator=generator).tolist(), 20) for n in (391, 386, 380)]
+    return [TokenSequence(row, 20) for row in random_token_ids(391, 386, 380)]
 
 
 @pytest.fixture(scope="module")

@@ -89,3 +89,18 @@ def save_tiny_model(name: str, folder) -> str:
     tiny_model(name).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def model_of_one_layer(layer: int):
+    """A tiny model of four layers, of which the attention of `layer` alone matters."""
+    model = tiny_model("qwen3").eval()
+    with torch.no_grad():
+        for index, module in enumerate(model.model.layers):
+            module.self_attn.o_proj.weight *= 1 if index == layer else 1e-4
+    return model
+
+
+def random_token_ids(*lengths: int) -> list[list[int]]:
+    """Rows of tokens for the tiny models, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, 70, (length,), generator=generator).tolist() for length in lengths]
