@@ -4,20 +4,24 @@ verifying outputs and gradients:
 
     python kernels/benchmarks/bench_sequence_attention.py --json sequence_attention.json
 
-Dense attention is `scaled_dot_product_attention` with the faster of its fused backends. Independent queries are the
-worst case: neighbors keep different pages, so that no block of keys can be skipped. With `--queries drifting` they
-change slowly, and neighbors keep much the same pages. Without a GPU the kernels run in Triton's interpreter (set
-TRITON_INTERPRET=1, and choose a small shape): then they are verified only.
+Dense attention is `scaled_dot_product_attention` with FlashAttention, which torch chooses by itself, and with cuDNN's.
+Independent queries are the worst case: neighbors keep different pages, so that no block of keys can be skipped. With
+`--queries drifting` they change slowly, and neighbors keep much the same pages. With `--checkpoint FOLDER --text FILE`
+queries, keys and values are those of a model, in four of its layers. Without a GPU the kernels run in Triton's
+interpreter (set TRITON_INTERPRET=1, and choose a small shape): then they are verified only.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -48,17 +52,31 @@ def main():
     parser.add_argument("--page-score", default="mean_query", choices=["mean_query", "group_softmax"])
     parser.add_argument("--landmarks-per-page", type=int, default=1)
     parser.add_argument("--queries", default="independent", choices=["independent", "drifting"])
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="model whose queries and keys to use")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="what the model reads: as many tokens as are timed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
     args = parser.parse_args()
+    if (args.checkpoint is None) != (args.text is None):
+        parser.error("--checkpoint and --text go together.")
+    if args.checkpoint and (args.model or args.batch != 1 or args.queries != "independent"):
+        parser.error("A checkpoint has its own shape and queries, and reads one sequence.")
     results = []
-    for model in args.model or SHAPES:
+    for model in [args.checkpoint.resolve().name] if args.checkpoint else args.model or SHAPES:
         for tokens in args.tokens:
-            case = Case(args, *SHAPES[model], tokens)
-            case.verify()
+            if args.checkpoint:
+                layers = attention_inputs(args.checkpoint, args.text.read_text(), tokens)
+            else:
+                layers = [random_inputs(args, *SHAPES[model], tokens)]
+            times = []
+            for inputs in layers:
+                case = Case(args, inputs)
+                case.verify()
+                if ON_GPU:
+                    times.append(case.times())
             print(f"{model}, {args.batch} x {tokens} tokens, {args.top_k} candidates of a token kept: verified")
-            if ON_GPU:
-                results.append({"model": model, "tokens": tokens, **case.times()})
-            del case
+            if times:
+                mean = {name: statistics.mean(layer[name] for layer in times) for name in times[0]}
+                results.append({"model": model, "tokens": tokens, **mean, "layers": times})
     if results:
         print_table(results)
     if args.json:
@@ -68,27 +86,55 @@ def main():
         args.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
+def random_inputs(args, q_heads, kv_heads, head_dim, tokens):
+    """Queries, keys and values of random sequences."""
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+    query, key, value = (
+        torch.randn(args.batch, tokens, heads, head_dim, device=DEVICE, generator=generator)
+        for heads in (q_heads, kv_heads, kv_heads)
+    )
+    if args.queries == "drifting":
+        # Changes by its own size over some 100 tokens.
+        query = query.cumsum(1) / 10
+        query = query / query.pow(2).mean(-1, keepdim=True).sqrt()
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    # Heads of a token side by side, as a model's projections leave them.
+    return [x.to(dtype).transpose(1, 2) for x in (query, key, value)]
+
+
+def attention_inputs(folder, text, tokens):
+    """Queries, keys and values of four layers of a model, evenly spaced, on a text."""
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    token_ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :tokens]
+    if token_ids.shape[1] < tokens:
+        sys.exit(f"The text has {token_ids.shape[1]} tokens, fewer than the {tokens} to time.")
+    found = {}
+
+    def keep_inputs(module, query, key, value, *args, **kwargs):
+        found[module.layer_idx] = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("keep_inputs", keep_inputs)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="keep_inputs").to(DEVICE)
+    with torch.no_grad():
+        model.model(token_ids.to(DEVICE))
+    return [found[layer * len(found) // 4] for layer in range(4)]
+
+
 class Case:
-    """Random sequences of one shape."""
+    """Sequences, and what attends to them."""
 
-    def __init__(self, args, q_heads, kv_heads, head_dim, tokens):
+    def __init__(self, args, inputs):
         self.args = args
-        generator = torch.Generator(DEVICE).manual_seed(tokens)
-
-        def numbers(heads):
-            shape = (args.batch, tokens, heads, head_dim)
-            return torch.randn(shape, device=DEVICE, generator=generator)
-
-        query = numbers(q_heads)
-        if args.queries == "drifting":
-            # Changes by its own size over some 100 tokens.
-            query = query.cumsum(1) / 10
-            query = query / query.pow(2).mean(-1, keepdim=True).sqrt()
-        tensors = (query, numbers(kv_heads), numbers(kv_heads), numbers(q_heads))
-        # Heads of a token side by side, as a model's projections leave them.
-        dtype = torch.bfloat16 if ON_GPU else torch.float16
-        tensors = [x.to(dtype).transpose(1, 2) for x in tensors]
-        self.inputs, self.grad = [x.requires_grad_() for x in tensors[:3]], tensors[3]
+        self.inputs = [x.detach().requires_grad_() for x in inputs]
+        query = self.inputs[0]
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        self.grad = torch.randn(
+            *query.transpose(1, 2).shape, device=DEVICE, generator=generator, dtype=query.dtype
+        ).transpose(1, 2)
         self.prompt_lengths = torch.full((args.batch,), args.prompt_tokens, device=DEVICE)
         self.recipe = {
             "prompt_lengths": self.prompt_lengths,
@@ -182,21 +228,19 @@ def peak_mib(function):
 
 
 def print_table(results):
-    print(f"{'':21}{'forward, ms':^40}{'forward and backward, ms':^32}{'peak, MiB':^18}")
-    print(
-        f"{'model':13}{'tokens':>8}{'dense':>9}{'sparse':>9}{'ratio':>7}{'of it selection':>17}"
-        f"{'dense':>12}{'sparse':>11}{'ratio':>7}{'dense':>11}{'sparse':>9}"
-    )
+    """Milliseconds, and in brackets how many times those of each dense backend the sparse attention takes."""
+    console = Console(width=200)
+    table = Table("model", "tokens", "pass", *BACKENDS, "sparse", "of it selection", "peak MiB, dense", "sparse")
     for result in results:
-        found = [name for name in BACKENDS if f"{name}_peak_mib" in result]
-        dense = {key: min((result[f"{name}_{key}"] for name in found), default=float("nan")) for key in (
-            "forward_ms", "forward_backward_ms", "peak_mib")}  # fmt: skip
-        forward, both = result["forward_ms"], result["forward_backward_ms"]
-        print(
-            f"{result['model']:13}{result['tokens']:8}{dense['forward_ms']:9.2f}{forward:9.2f}"
-            f"{forward / dense['forward_ms']:7.2f}{result['selection_ms']:17.2f}{dense['forward_backward_ms']:12.2f}"
-            f"{both:11.2f}{both / dense['forward_backward_ms']:7.2f}{dense['peak_mib']:11.0f}{result['peak_mib']:9.0f}"
-        )
+        peaks = [result[f"{name}_peak_mib"] for name in BACKENDS if f"{name}_peak_mib" in result]
+        for kind, key in (("forward", "forward_ms"), ("and backward", "forward_backward_ms")):
+            dense = [result.get(f"{name}_{key}") for name in BACKENDS]
+            table.add_row(
+                result["model"], str(result["tokens"]), kind,
+                *("-" if ms is None else f"{ms:.2f} ({result[key] / ms:.2f}x)" for ms in dense), f"{result[key]:.2f}",
+                f"{result['selection_ms']:.2f}", f"{min(peaks, default=math.nan):.0f}", f"{result['peak_mib']:.0f}",
+            )  # fmt: skip
+    console.print(table)
 
 
 if __name__ == "__main__":

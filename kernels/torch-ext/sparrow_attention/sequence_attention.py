@@ -23,9 +23,9 @@ __all__ = ["attend_to_kept_bits", "sparse_sequence_attention"]
 
 # Queries (tokens times heads of a group) and keys of a tile, warps and stages, by the padded head dim. A block of keys
 # is at least a page.
-FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)}
-BACKWARD_QUERY = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)}
-BACKWARD_KEY = {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)}
+FORWARD = {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
+BACKWARD_QUERY = {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)}
+BACKWARD_KEY = {64: (128, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 64, 8, 2)}
 # The same for float32, which no tensor core multiplies.
 FLOAT32 = (32, 32, 8, 1)
 

@@ -27,9 +27,7 @@ SCORE_QUERIES = 128
 SCORE_PAGES = 128
 # Scores of a warp that looks for the best of them. Rows of more pages take several warps, and several rows of fewer
 # pages share one.
-SCORES_PER_WARP = 2048
-# Of each of its threads: 64 hold scores, and with more than these too few warps fit on a multiprocessor.
-REGISTERS = 128
+SCORES_PER_WARP = 512
 
 
 def real_tokens(
@@ -188,7 +186,6 @@ def keep_best_pages(
         ROWS=rows,
         WIDTH=width,
         num_warps=max(1, width // SCORES_PER_WARP),
-        maxnreg=REGISTERS,
     )
 
 
