@@ -11,7 +11,7 @@ ARGUMENTS = ["--workload", "2x200:3", "--q-heads", "4", "--kv-heads", "2", "--he
 
 
 @pytest.fixture
-def benchmark(triton_kernels, monkeypatch):
+def bench(triton_kernels, monkeypatch):
     spec = importlib.util.spec_from_file_location("bench_paged_decode", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -19,8 +19,8 @@ def benchmark(triton_kernels, monkeypatch):
     return module
 
 
-def test_right_kernels_are_verified(benchmark, capsys):
-    benchmark.main()
+def test_right_kernels_are_verified(bench, capsys):
+    bench.main()
     assert "2 x 200, 3 candidates kept: verified" in capsys.readouterr().out
 
 
@@ -32,11 +32,11 @@ def test_right_kernels_are_verified(benchmark, capsys):
         ("attention", "The outputs are off by"),
     ],
 )
-def test_wrong_kernels_get_no_speed(benchmark, monkeypatch, capsys, broken, message):
+def test_wrong_kernels_get_no_speed(bench, monkeypatch, capsys, broken, message):
     if broken == "landmarks":
-        monkeypatch.setattr(benchmark, "update_landmarks", lambda keys, landmarks, slots: landmarks.fill_(1))
+        monkeypatch.setattr(bench, "update_landmarks", lambda keys, landmarks, slots: landmarks.fill_(1))
     else:
-        decode = benchmark.Step.decode
+        decode = bench.Step.decode
 
         def decode_wrongly(step, index=0):
             if broken == "selection":
@@ -47,7 +47,7 @@ def test_wrong_kernels_get_no_speed(benchmark, monkeypatch, capsys, broken, mess
             else:
                 step.output.mul_(1.1)
 
-        monkeypatch.setattr(benchmark.Step, "decode", decode_wrongly)
+        monkeypatch.setattr(bench.Step, "decode", decode_wrongly)
     with pytest.raises(SystemExit, match=f"{message}.*No speed is printed"):
-        benchmark.main()
+        bench.main()
     assert "TB/s" not in capsys.readouterr().out

@@ -12,7 +12,7 @@ ARGUMENTS = ["--model", "Qwen2.5-0.5B", "--tokens", "70", "--top-k", "1"]
 
 
 @pytest.fixture
-def benchmark(triton_kernels, monkeypatch, tmp_path):
+def bench(triton_kernels, monkeypatch, tmp_path):
     spec = importlib.util.spec_from_file_location("bench_sequence_attention", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -21,16 +21,16 @@ def benchmark(triton_kernels, monkeypatch, tmp_path):
     return module
 
 
-def test_right_kernels_are_verified(benchmark, capsys, tmp_path):
-    benchmark.main()
+def test_right_kernels_are_verified(bench, capsys, tmp_path):
+    bench.main()
     assert "1 x 70 tokens, 1 candidates of a token kept: verified" in capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     assert all(result["forward_ms"] > 0 and result["peak_mib"] > 0 for result in results)
 
 
 @pytest.mark.parametrize("broken", ["outputs", "gradients of queries", "gradients of keys", "gradients of values"])
-def test_wrong_kernels_get_no_speed(benchmark, monkeypatch, capsys, broken, tmp_path):
-    gradients = benchmark.Case.gradients
+def test_wrong_kernels_get_no_speed(bench, monkeypatch, capsys, broken, tmp_path):
+    gradients = bench.Case.gradients
 
     def wrong(case, attend):
         found = [*gradients(case, attend)]
@@ -38,7 +38,7 @@ def test_wrong_kernels_get_no_speed(benchmark, monkeypatch, capsys, broken, tmp_
         found[wrong_one] = found[wrong_one] * 1.1
         return found
 
-    monkeypatch.setattr(benchmark.Case, "gradients", wrong)
+    monkeypatch.setattr(bench.Case, "gradients", wrong)
     with pytest.raises(SystemExit, match=f"The {broken} are off by .*No speed is printed"):
-        benchmark.main()
+        bench.main()
     assert "verified" not in capsys.readouterr().out and not (tmp_path / "results.json").exists()

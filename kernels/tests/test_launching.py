@@ -43,7 +43,7 @@ def ptx(kernel, constants, **types):
 
 chosen = ptx(paged_selection._choose_pages_kernel, {**SHAPE, **PAGED, **CHOOSE})
 attended = ptx(paged_attention._attend_kernel, {**SHAPE, **SPLIT, **PAGED, "TOKENS": 64}, output_ptr="*fp32")
-merged = ptx(paged_attention._merge_kernel, {**SHAPE, **SPLIT, "SPLITS_PAD": 8})
+merged = ptx(paged_attention._merge_kernel, {**SHAPE, "OVERLAP": True, "SPLITS_PAD": 8})
 WORDS = (".acquire", ".release", ".acq_rel", "griddepcontrol.launch_dependents", "griddepcontrol.wait")
 for name, text in (("choose", chosen), ("attend", attended), ("merge", merged)):
     print(name, *(word in text for word in WORDS))

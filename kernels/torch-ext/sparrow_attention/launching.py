@@ -16,7 +16,11 @@ import triton
 import triton.language as tl
 
 
-__all__ = ["can_overlap", "signal", "strides", "wait_for"]
+__all__ = ["READY_BITS", "can_overlap", "signal", "strides", "wait_for"]
+
+# The lowest bits of the counter `ready` count signals. Those above are the number of pages that are kept, so that
+# programs which have waited need not read it from elsewhere.
+READY_BITS = tl.constexpr(2)
 
 
 def strides(tensor: torch.Tensor, axes: int) -> tuple[int, ...]:
@@ -34,20 +38,21 @@ def can_overlap(device: torch.device) -> bool:
 
 
 @triton.jit
-def signal(counter_ptr):
-    """Raise a counter by one: what all threads of this program have written can be read."""
+def signal(counter_ptr, amount=1):
+    """Raise a counter: what all threads of this program have written can be read."""
     tl.debug_barrier()
-    tl.atomic_add(counter_ptr, 1, sem="release")
+    tl.atomic_add(counter_ptr, amount, sem="release")
 
 
 @triton.jit
-def wait_for(counter_ptr, count):
-    """Wait until a counter has reached `count`, and read what was written before it was raised."""
-    # Plain loads while it has not: each that acquires empties the cache of its multiprocessor, which others read from.
-    reached = tl.load(counter_ptr, volatile=True)
-    while reached < count:
-        reached = tl.load(counter_ptr, volatile=True)
-    # The loop uses the result: an acquire without use is dropped by the compiler, and the loads above order nothing.
+def wait_for(counter_ptr, count, BITS: tl.constexpr = 31):
+    """
+    Wait until the lowest `BITS` bits of a counter have reached `count`, to read what was written before it was raised,
+    and return the counter.
+    """
+    MASK: tl.constexpr = (1 << BITS) - 1
+    # The loop uses what it acquires: the compiler drops an acquire without use, and plain loads order nothing.
     reached = tl.atomic_add(counter_ptr, 0, sem="acquire")
-    while reached < count:
+    while (reached & MASK) < count:
         reached = tl.atomic_add(counter_ptr, 0, sem="acquire")
+    return reached

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import signal, strides, wait_for
+from .launching import READY_BITS, signal, strides, wait_for
 
 
 __all__ = ["attend_to_kept_pages", "num_splits"]
@@ -117,13 +117,11 @@ def attend_to_kept_pages(
     _merge_kernel[(q_heads, rows)](
         partial_output,
         partial_lse,
-        counts,
         output,
         ready,
         done,
         *strides(output, 2),
         splits,
-        TAPER=taper,
         OVERLAP=overlap,
         KV_HEADS=kv_heads,
         GROUP=q_heads // kv_heads,
@@ -192,10 +190,15 @@ def _attend_kernel(
     done_ptr += row * KV_HEADS + head
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-        wait_for(ready_ptr + row * KV_HEADS + head, num_ready)
-    count = tl.load(count_ptr + row * KV_HEADS + head)
+        count = wait_for(ready_ptr + row * KV_HEADS + head, num_ready, READY_BITS) >> READY_BITS
+    else:
+        count = tl.load(count_ptr + row * KV_HEADS + head)
     begin, end = _split_range(count, split, splits, TAPER)
+    g = tl.arange(0, GROUP_PAD)
+    # Partial results of a row lie together, [row, kv head, split, query of the group].
+    part = ((row * KV_HEADS + head) * splits + split) * GROUP + g
     if begin == end:
+        tl.store(lse_ptr + part, float("-inf"), mask=g < GROUP)
         if OVERLAP:
             signal(done_ptr)
         return
@@ -203,7 +206,6 @@ def _attend_kernel(
     last_tokens = seq_len - (num_pages - 1) * PAGE
     block_table_ptr += row.to(tl.int64) * table_row
     kept_ptr += row.to(tl.int64) * kept_row + head * kept_head
-    g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
     q = tl.load(
         query_ptr + row.to(tl.int64) * query_row + (head * GROUP + g[:, None]) * query_head + d[None, :],
@@ -248,8 +250,6 @@ def _attend_kernel(
             total = total * decay + tl.sum(weight, 1)
             acc = acc * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
             highest = new_highest
-    # Partial results of a row lie together, [row, kv head, split, query of the group].
-    part = ((row * KV_HEADS + head) * splits + split) * GROUP + g
     tl.store(
         output_ptr + part.to(tl.int64)[:, None] * D + d[None, :],
         acc / total[:, None],
@@ -264,14 +264,12 @@ def _attend_kernel(
 def _merge_kernel(
     partial_ptr,
     lse_ptr,
-    count_ptr,
     output_ptr,
     ready_ptr,
     done_ptr,
     output_row,
     output_head,
     splits,
-    TAPER: tl.constexpr,
     OVERLAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -284,21 +282,17 @@ def _merge_kernel(
     if OVERLAP:
         wait_for(done_ptr + row * KV_HEADS + head // GROUP, splits)
         tl.store(ready_ptr + row * KV_HEADS + head // GROUP, 0)
-    count = tl.load(count_ptr + row * KV_HEADS + head // GROUP)
     s = tl.arange(0, SPLITS_PAD)
-    begin, end = _split_range(count, s, splits, TAPER)
-    used = begin < end
     d = tl.arange(0, D_PAD)
     part = ((row * KV_HEADS + head // GROUP) * splits + s) * GROUP + head % GROUP
-    lse = tl.load(lse_ptr + part, mask=used, other=float("-inf"))
+    lse = tl.load(lse_ptr + part)
+    # Read whether a split had pages or not, so that this does not wait for what tells.
+    partial = tl.load(partial_ptr + part.to(tl.int64)[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
+    used = lse != float("-inf")
     # A row without pages has no weights: it gives zeros.
     weight = tl.where(used, tl.exp2(lse - tl.max(lse, 0)), 0.0)
-    partial = tl.load(
-        partial_ptr + part.to(tl.int64)[:, None] * D + d[None, :],
-        mask=used[:, None] & (d[None, :] < D),
-        other=0.0,
-    )
-    merged = tl.sum(weight[:, None] * partial, 0) / tl.where(count > 0, tl.sum(weight, 0), 1.0)
+    total = tl.sum(weight, 0)
+    merged = tl.sum(tl.where(used[:, None], weight[:, None] * partial, 0.0), 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(
         output_ptr + row.to(tl.int64) * output_row + head * output_head + d,
         merged.to(output_ptr.dtype.element_ty),

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import signal, strides
+from .launching import READY_BITS, signal, strides
 from .paged_landmarks import largest_landmark, write_landmarks
 
 
@@ -86,8 +86,9 @@ def choose_pages(
             int32 scratch, zero before and after. With it, several programs score the pages of a row and head.
         signals (`tuple` of `torch.Tensor`, *optional*):
             `ready` and `done`, both int32 of shape `[rows, kv_heads]`, for launches that begin before this one has
-            ended: `ready` rises by [`num_ready`][sparrow_attention.paged_selection.num_ready] once all that is written
-            for a row and head can be read, and `done` is set to zero before.
+            ended: once all that is written for a row and head can be read, the lowest bits of `ready` have risen by
+            [`num_ready`][sparrow_attention.paged_selection.num_ready], and those above by the number of kept pages.
+            `done` is set to zero before.
     """
     lists = (kept, counts, totals)
     pages_per_block = landmarks.shape[2]
@@ -480,9 +481,9 @@ def _choose_pages_kernel(
     seq_len, dense_until, num_pages, top_k, sink, recent, keep_all = _row_budget(
         row, seq_len_ptr, table_ptr, reserved_ptr, dense_until_ptr, table_len, PAGE
     )
+    count = tl.where(keep_all, num_pages, top_k + sink + recent)
     if SELECT:
         if split == 0:
-            count = tl.where(keep_all, num_pages, top_k + sink + recent)
             tl.store(count_ptr + row * KV_HEADS + head, count)
             if seq_len > dense_until:
                 # No other program writes these two: atomics only because nothing then waits for what was there.
@@ -492,7 +493,7 @@ def _choose_pages_kernel(
             if SIGNAL:
                 tl.store(done_ptr + row * KV_HEADS + head, 0)
                 if keep_all:
-                    signal(ready_ptr)
+                    signal(ready_ptr, 1 + (count << READY_BITS))
     if keep_all:
         return
     score_ptr += row.to(tl.int64) * score_row + head * score_head
@@ -544,4 +545,4 @@ def _choose_pages_kernel(
                 _list_best_pages(score_ptr, block_table_ptr, kept_ptr, num_pages, top_k, sink, recent, score_query,
                                  PAGES_PER_BLOCK, QUERIES, SOFTMAX, 8192)  # fmt: skip
         if SIGNAL:
-            signal(ready_ptr)
+            signal(ready_ptr, 1 + (count << READY_BITS))
