@@ -37,7 +37,8 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 # Query heads, kv heads, head dim.
 SHAPES = {"Qwen3-1.7B": (16, 8, 128), "Qwen3-4B": (32, 8, 128), "Qwen2.5-0.5B": (14, 2, 64)}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-# Relative error of outputs and gradients in any block of so many tokens: weights are rounded to 16 bits.
+# Relative error of outputs and gradients in any block of so many tokens: weights are rounded to 16 bits. On a model's
+# queries and keys, twice what dense attention of the same type is off by is allowed as well.
 TOLERANCE, VERIFIED_TOKENS = 2e-2, 512
 
 
@@ -156,23 +157,33 @@ class Case:
 
     def verify(self):
         """Compare the first row's first kv head, and its group, with the definition in float64."""
-        found = self.gradients(self.sparse)
+        names = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
+        found = self.errors(self.sparse, self.recipe)
+        # Where a model's keys have a large common part, rounding costs every attention digits of its gradients.
+        allowed = [TOLERANCE] * len(names)
+        if self.args.checkpoint:
+            all_pages = {**self.recipe, "top_k_table": self.recipe["top_k_table"] * 0 + self.inputs[0].shape[2]}
+            allowed = [max(TOLERANCE, 2 * error) for error in self.errors(self.dense, all_pages)]
+        for name, error, limit in zip(names, found, allowed, strict=True):
+            if not error < limit:
+                sys.exit(f"The {name} are off by {error:.2g} of their norm, {limit:.2g} allowed. No speed is printed.")
+
+    def errors(self, attend, recipe):
+        """Largest relative error of outputs and of each gradient in any block of tokens."""
+        found = self.gradients(attend)
         query, key, value = self.inputs
         group = query.shape[1] // key.shape[1]
         inputs = [
             x[:1, :heads].detach().double().requires_grad_() for x, heads in ((query, group), (key, 1), (value, 1))
         ]
-        recipe = {**self.recipe, "prompt_lengths": self.prompt_lengths[:1]}
+        recipe = {**recipe, "prompt_lengths": self.prompt_lengths[:1]}
         output = sparse_attention(*inputs, **recipe, landmark_dtype=key.dtype)
         expected = (output, *torch.autograd.grad(output, inputs, self.grad[:1, :group].double()))
-        names = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
-        for name, x, expected_x in zip(names, found, expected, strict=True):
+        errors = []
+        for x, expected_x in zip(found, expected, strict=True):
             blocks = (y.split(VERIFIED_TOKENS, 2) for y in (x[:1, : expected_x.shape[1]].double(), expected_x))
-            error = max(
-                ((y - expected_y).norm() / expected_y.norm()).item() for y, expected_y in zip(*blocks, strict=True)
-            )
-            if not error < TOLERANCE:
-                sys.exit(f"The {name} are off by {error:.2g} of their norm. No speed is printed.")
+            errors.append(max(((y - z).norm() / z.norm()).item() for y, z in zip(*blocks, strict=True)))
+        return errors
 
     def times(self):
         """Milliseconds of what there is to compare, and MiB that a forward and backward pass takes at its peak."""

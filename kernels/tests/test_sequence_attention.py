@@ -25,10 +25,10 @@ def poisoned_memory():
 
 @pytest.fixture
 def kernels(triton_kernels):
+    module = triton_kernels.sequence_attention
     # The interpreter takes as long for a small tile as for a large one.
-    tiles = {} if ON_GPU else {"FLOAT32": (128, 64, 4, 1)}
-    with mock.patch.multiple(triton_kernels.sequence_attention, **tiles):
-        yield triton_kernels.sequence_attention
+    with mock.patch.object(module, "FLOAT32", module.FLOAT32 if ON_GPU else (128, 64, 4, 1)):
+        yield module
 
 
 def make_tensors(lengths, *, starts=None, right=0, kv_heads=2, group=2, head_dim=64, dtype=torch.float16, seed=0):
