@@ -58,10 +58,15 @@ def acceptance_rate(dense_logits: torch.Tensor, sparse_logits: torch.Tensor, tem
     """
     _check_same_shape(dense_logits=dense_logits, sparse_logits=sparse_logits)
     _check_temperature(temperature)
-    dense, sparse = (_upcast(logits).div(temperature).softmax(-1) for logits in (dense_logits, sparse_logits))
-    for name, probabilities in (("dense_logits", dense), ("sparse_logits", sparse)):
-        _refuse(probabilities.isnan().any(-1), f"`{name}` give no distribution (NaN or infinite logits)")
-    return torch.minimum(dense, sparse).sum(-1).clamp(max=1)
+    dense, sparse = (
+        (logits if temperature == 1 else logits / temperature).softmax(-1)
+        for logits in (_upcast(dense_logits), _upcast(sparse_logits))
+    )
+    rates = torch.minimum(dense, sparse).sum(-1)
+    if rates.isnan().any():
+        for name, probabilities in (("dense_logits", dense), ("sparse_logits", sparse)):
+            _refuse(probabilities.isnan().any(-1), f"`{name}` give no distribution (NaN or infinite logits)")
+    return rates.clamp(max=1)
 
 
 @torch.no_grad()
