@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +32,11 @@ from .schedule import SparsityScheduleConfig
 
 
 CHECKPOINT_VERSION = 1
-# A checkpoint is written after each sequence, and after a budget when the last one is older: a table of a long sweep
+# A checkpoint is written after each sequence, and between budgets when the last one is older: a table of a long sweep
 # takes a second to write, one pass of a small model on a GPU less.
 CHECKPOINT_SECONDS = 10
-# Schedules that share the dense logits of a chunk: more hold more hidden states, and lose more work when interrupted.
-SCHEDULES_AT_ONCE = 4
+# Budgets that share the dense logits of a chunk: more hold more hidden states, and lose more work when interrupted.
+BUDGETS_AT_ONCE = 4
 
 # Values of each weight that tell one checkpoint of a model from another: a training step changes nearly all of them.
 FINGERPRINT_VALUES = 64
@@ -257,7 +257,7 @@ def _measure(
         if completed < len(lengths):
             # What sparse attention does not support shows on three tokens.
             first = TokenSequence(work[0].sequence.token_ids[:3], 1)
-            for _ in passes.acceptance(first, [table.schedule(work[0].budgets[0])], work[0].name):
+            for _ in passes.acceptance(first, [[table.schedule(work[0].budgets[0])]], work[0].name):
                 pass
         with tqdm(
             total=sum(lengths),
@@ -274,20 +274,23 @@ def _measure(
                 skipped -= len(item.budgets) - len(budgets)
                 if not budgets:
                     continue
-                rates = passes.acceptance(item.sequence, [table.schedule(budget) for budget in budgets], item.name)
-                for budget, alphas in zip(budgets, rates, strict=True):
-                    table.update(budget, item.sequence.cached_lengths, alphas)
-                    completed += 1
+                groups = [budgets[i : i + BUDGETS_AT_ONCE] for i in range(0, len(budgets), BUDGETS_AT_ONCE)]
+                schedules = ([table.schedule(budget) for budget in group] for group in groups)
+                rates = passes.acceptance(item.sequence, schedules, item.name)
+                for group, rates_of_group in zip(groups, rates, strict=True):
+                    for budget, alphas in zip(group, rates_of_group, strict=True):
+                        table.update(budget, item.sequence.cached_lengths, alphas)
+                    completed += len(group)
                     if checkpoint is not None and (
                         completed % len(page_counts) == 0 or completed == len(lengths) or checkpoint.is_due()
                     ):
                         checkpoint.save(table, completed)
-                    progress.update(len(item.sequence.token_ids))
+                    progress.update(len(item.sequence.token_ids) * len(group))
     return _merged(table)
 
 
 def sequence_acceptance(
-    model: nn.Module, sequence: TokenSequence, schedules: list[SparsityScheduleConfig], *, chunk_size: int = 256
+    model: nn.Module, sequence: TokenSequence, schedules: Iterable[SparsityScheduleConfig], *, chunk_size: int = 256
 ) -> Iterator[torch.Tensor]:
     """
     Exact acceptance rates of one sequence under each of several schedules, which need not keep the same budget at
@@ -298,8 +301,8 @@ def sequence_acceptance(
             As in [`measure_acceptance`], in evaluation mode.
         sequence ([`TokenSequence`]):
             What to measure on.
-        schedules (`list[SparsityScheduleConfig]`):
-            Schedules, one pass of the model each.
+        schedules (`Iterable[SparsityScheduleConfig]`):
+            Schedules, one pass of the model each. The next is asked for when its rates are.
         chunk_size (`int`, *optional*, defaults to `256`):
             As in [`measure_acceptance`].
 
@@ -314,7 +317,8 @@ def sequence_acceptance(
     if passes.model.training:
         raise ValueError("The model is in training mode, where dropout would act: call `model.eval()` first.")
     _check_sequences(passes.model, {"`sequence`": sequence})
-    return passes.acceptance(sequence, schedules, "the sequence")
+    rates = passes.acceptance(sequence, ([schedule] for schedule in schedules), "the sequence")
+    return (rates_of_schedule for (rates_of_schedule,) in rates)
 
 
 class _Passes:
@@ -333,24 +337,27 @@ class _Passes:
 
     @torch.no_grad()
     def acceptance(
-        self, sequence: TokenSequence, schedules: list[SparsityScheduleConfig], name: str
-    ) -> Iterator[torch.Tensor]:
+        self, sequence: TokenSequence, groups: Iterable[list[SparsityScheduleConfig]], name: str
+    ) -> Iterator[list[torch.Tensor]]:
+        """
+        Rates under each schedule of a group, group by group. Those of a group share the dense logits, a chunk at a
+        time; the next group is asked for when its rates are.
+        """
         # The last token is context of no query that counts.
         input_ids = torch.tensor([sequence.token_ids[:-1]], device=self.model.device)
         start = sequence.prompt_length
         dense = self.hidden_states(input_ids, start)[start:]
         report = partial(self._report, input_ids=input_ids, prompt_length=start, name=name)
-        for first in range(0, len(schedules), SCHEDULES_AT_ONCE):
-            at_once = schedules[first : first + SCHEDULES_AT_ONCE]
-            sparse = [self.hidden_states(input_ids, start, schedule)[start:] for schedule in at_once]
-            rates = [[] for _ in at_once]
+        for schedules in groups:
+            sparse = [self.hidden_states(input_ids, start, schedule)[start:] for schedule in schedules]
+            rates = [[] for _ in schedules]
             for chunk in range(0, len(dense), self.chunk_size):
                 positions = slice(chunk, chunk + self.chunk_size)
                 dense_logits = self._finite_logits(dense[positions], start + chunk, None, report)
-                for its_rates, states, schedule in zip(rates, sparse, at_once, strict=True):
+                for its_rates, states, schedule in zip(rates, sparse, schedules, strict=True):
                     sparse_logits = self._finite_logits(states[positions], start + chunk, schedule, report)
                     its_rates.append(acceptance_rate(dense_logits, sparse_logits))
-            yield from map(torch.cat, rates)
+            yield [torch.cat(its_rates) for its_rates in rates]
 
     def _finite_logits(self, states, offset, schedule, report):
         """Logits of hidden states, the first of which is at position `offset`; those not finite are reported."""

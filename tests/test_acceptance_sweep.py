@@ -250,8 +250,12 @@ def test_no_more_than_a_chunk_of_logits_exists(model, sequences, monkeypatch):
 
     monkeypatch.setattr(torch.nn.Linear, "forward", forward)
     list(sequence_acceptance(model, sequences[1], [schedule_of(4), schedule_of(5)], chunk_size=50))
-    # Those of the dense pass, once for both schedules, and of each schedule.
-    assert sizes == [50] * 9 + [30] * 3
+    assert sizes == [50, 50, 50, 50, 50, 50, 30, 30] * 2
+    # Budgets measured at once share the logits of the dense pass: here two of three do.
+    sizes.clear()
+    monkeypatch.setattr(acceptance_sweep, "BUDGETS_AT_ONCE", 2)
+    measure_acceptance(model, sequences[1:2], RECIPE, PAGE_COUNTS, BIN_TOKENS, chunk_size=50)
+    assert sizes[-20:] == [50] * 9 + [30] * 3 + [50] * 6 + [30] * 2
 
 
 def test_no_bar_without_a_terminal(model, sequences, capsys):
@@ -291,11 +295,12 @@ def interrupt_after(monkeypatch):
     yield arm
 
 
-@pytest.mark.parametrize("interval", [0, 1e9], ids=["every_budget", "every_sequence"])
+@pytest.mark.parametrize(("interval", "at_once"), [(0, 1), (0, 2), (0, 4), (1e9, 2)])
 def test_resuming_after_any_interruption_gives_the_same_table(
-    model, sequences, table, tmp_path, monkeypatch, interrupt_after, interval
+    model, sequences, table, tmp_path, monkeypatch, interrupt_after, interval, at_once
 ):
     monkeypatch.setattr(acceptance_sweep, "CHECKPOINT_SECONDS", interval)
+    monkeypatch.setattr(acceptance_sweep, "BUDGETS_AT_ONCE", at_once)
     update = AcceptanceTable.update
     num_pairs = len(sequences) * len(PAGE_COUNTS)
     for updates in range(num_pairs + 1):
@@ -313,7 +318,8 @@ def test_resuming_after_any_interruption_gives_the_same_table(
 
         monkeypatch.setattr(AcceptanceTable, "update", counting)
         assert measure_acceptance(*arguments, checkpoint_path=path) == table
-        kept = updates if interval == 0 else updates // len(PAGE_COUNTS) * len(PAGE_COUNTS)
+        of_last = updates % len(PAGE_COUNTS)
+        kept = updates - of_last + (of_last // at_once * at_once if interval == 0 else 0)
         assert len(measured) == (num_pairs - kept if updates < num_pairs else num_pairs)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{n}.json" for n in range(num_pairs + 1))
 

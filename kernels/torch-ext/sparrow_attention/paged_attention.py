@@ -67,8 +67,8 @@ def attend_to_kept_pages(
         scale (`float`):
             Factor of the attention logits.
         signals (`tuple`, *optional*):
-            `ready` and `done`, both int32 of shape `[rows, kv_heads]`, and the number that `ready` rises to for each
-            row and head. With them, programs start while the launch before this one, of
+            `ready` and `done`, both int32 of shape `[rows, kv_heads]`, and how many signals the lowest bits of `ready`
+            count for each row and head. With them, programs start while the launch before this one, of
             [`choose_pages`][sparrow_attention.paged_selection.choose_pages], still runs, and wait for their row and
             head alone; so do those that merge.
     """
@@ -255,7 +255,9 @@ def _attend_kernel(
         acc / total[:, None],
         mask=(g[:, None] < GROUP) & (d[None, :] < D),
     )
-    tl.store(lse_ptr + part, highest + tl.log2(total), mask=g < GROUP)
+    # A total of 0, of logits that are all -inf, shows as NaN, not as a split without pages.
+    lse = tl.where(total > 0.0, highest + tl.log2(total), float("nan"))
+    tl.store(lse_ptr + part, lse, mask=g < GROUP)
     if OVERLAP:
         signal(done_ptr)
 

@@ -99,7 +99,7 @@ def choose_pages(
 
 
 def num_ready(append: tuple[torch.Tensor, ...] | None) -> int:
-    """How far `ready` rises for each row and head: once for the list, once for what `append` has written."""
+    """Signals that `ready` counts for each row and head: one of the list, one of what `append` has written."""
     return 1 if append is None else 2
 
 

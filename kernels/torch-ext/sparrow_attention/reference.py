@@ -333,9 +333,12 @@ def _attend_causally(query, key, value, kept, page_size, scale):
     """
     group, queries = query.shape[2:4]
     tokens = key.shape[2]
-    position = torch.arange(tokens, device=query.device)
-    causal = position <= position[-queries:, None]
-    mask = kept.repeat_interleave(page_size, -1)[..., :tokens] & causal
+    # Numbers to add, made for each page: on a CPU attention would make them of a mask, for each token.
+    mask = torch.zeros_like(kept, dtype=query.dtype).masked_fill_(~kept, -torch.inf)
+    mask = mask.repeat_interleave(page_size, -1)[..., :tokens]
+    # All tokens before the chunk's are in the past of all its queries.
+    future = torch.ones((queries, queries), dtype=torch.bool, device=query.device).triu(1)
+    mask[..., tokens - queries :].masked_fill_(future, -torch.inf)
     # A kv head of a row becomes a batch entry with its group as heads: mask, keys and values are shared, not repeated.
     key, value = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (key, value))
     output = F.scaled_dot_product_attention(
