@@ -204,6 +204,15 @@ def test_a_broken_token_shows_where_it_is_kept_alone(triton_kernels, device):
     assert torch.equal(after[0, 2:], before[0, 2:]) and torch.equal(after[1], before[1])
 
 
+def test_a_row_without_a_finite_logit_shows(triton_kernels, device):
+    batch = make_batch([40, 70], dtype=torch.float16).placed(device)
+    batch.query[0] = batch.query[0].abs() + 1
+    for block in batch.block_table[0]:
+        batch.key_cache[block.item()] = -torch.inf
+    output = attend(triton_kernels, batch, random_pages(batch, 16), page_size=16, splits=2)
+    assert output[0].isnan().all() and output[1].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_the_tolerance_notices_one_wrong_page_or_token(triton_kernels, device, dtype):
     batch = make_batch([300], head_dim=64, kv_heads=1, dtype=dtype, seed=6).placed(device)
