@@ -5,9 +5,7 @@ import copy
 import pytest
 import torch
 from test_attention import GROUP_SOFTMAX, build_model
-from transformers import (
-    DataCollatorWithFlattening,
-)
+from transformers import DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sparrow_trl.attention import SPARSE_ATTENTION, sparse_attention_context

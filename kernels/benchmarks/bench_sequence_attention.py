@@ -34,6 +34,8 @@ from sparrow_attention.sequence_selection import keep_pages_of_sequences, real_t
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+# Triton's interpreter takes bfloat16 matrices for integers.
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 # Query heads, kv heads, head dim.
 SHAPES = {"Qwen3-1.7B": (16, 8, 128), "Qwen3-4B": (32, 8, 128), "Qwen2.5-0.5B": (14, 2, 64)}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -63,10 +65,13 @@ def main():
     if args.checkpoint and (args.model or args.batch != 1 or args.queries != "independent"):
         parser.error("A checkpoint has its own shape and queries, and reads one sequence.")
     results = []
+    if args.checkpoint:
+        # The model is causal: what it makes of fewer tokens is the start of this.
+        longest = attention_inputs(args.checkpoint, args.text.read_text(), max(args.tokens))
     for model in [args.checkpoint.resolve().name] if args.checkpoint else args.model or SHAPES:
         for tokens in args.tokens:
             if args.checkpoint:
-                layers = attention_inputs(args.checkpoint, args.text.read_text(), tokens)
+                layers = [[x[:, :, :tokens] for x in inputs] for inputs in longest]
             else:
                 layers = [random_inputs(args, *SHAPES[model], tokens)]
             times = []
@@ -99,9 +104,8 @@ def random_inputs(args, q_heads, kv_heads, head_dim, tokens):
         # Changes by its own size over some 100 tokens.
         query = query.cumsum(1) / 10
         query = query / query.pow(2).mean(-1, keepdim=True).sqrt()
-    dtype = torch.bfloat16 if ON_GPU else torch.float16
     # Heads of a token side by side, as a model's projections leave them.
-    return [x.to(dtype).transpose(1, 2) for x in (query, key, value)]
+    return [x.to(DTYPE).transpose(1, 2) for x in (query, key, value)]
 
 
 def attention_inputs(folder, text, tokens):
@@ -112,7 +116,6 @@ def attention_inputs(folder, text, tokens):
     token_ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :tokens]
     if token_ids.shape[1] < tokens:
         sys.exit(f"The text has {token_ids.shape[1]} tokens, fewer than the {tokens} to time.")
-    dtype = torch.bfloat16 if ON_GPU else torch.float16
     found = []
 
     def keep_inputs(module, query, key, value, *args, **kwargs):
@@ -121,7 +124,7 @@ def attention_inputs(folder, text, tokens):
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register("keep_inputs", keep_inputs)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="keep_inputs").to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE, attn_implementation="keep_inputs").to(DEVICE)
     layers = {layer * model.config.num_hidden_layers // 4 for layer in range(4)}
     with torch.no_grad():
         model.model(token_ids.to(DEVICE))

@@ -61,3 +61,11 @@ def triton_kernels():
     # The interpreter reads the variable again where it imports parts of Triton at a first launch.
     with mock.patch.dict(os.environ, INTERPRETED):
         yield TRITON_KERNELS
+
+
+@pytest.fixture
+def poisoned_memory():
+    """New memory holds NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -46,6 +46,8 @@ class PagedBatch:
 KERNEL_DTYPES = (torch.float16, torch.bfloat16) if torch.cuda.is_available() else (torch.float16, torch.float32)
 # The same for long lists of shapes: the interpreter is slow and does the same with either type.
 SHAPE_DTYPES = KERNEL_DTYPES if torch.cuda.is_available() else KERNEL_DTYPES[:1]
+# The same for whole sequences, which may be float32 on a GPU too.
+SEQUENCE_DTYPES = (torch.float16, torch.float32) + (torch.bfloat16,) * torch.cuda.is_available()
 
 LAYOUTS = ("separate", "packed", "packed_token_major")
 

@@ -5,22 +5,15 @@ from unittest import mock
 import brute_force
 import pytest
 import torch
+from paged_batch import SEQUENCE_DTYPES
 from torch.utils.checkpoint import checkpoint
 
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 ON_GPU = torch.cuda.is_available()
-# Triton's interpreter takes bfloat16 matrices for integers.
-DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU
 # Largest error relative to the largest number: weights, and gradients of logits, are rounded once each.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """New memory holds NaN and the largest integers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -81,7 +74,7 @@ def compare(sparrow_attention, kernels, device, lengths, *, starts=None, right=0
     return found, expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SEQUENCE_DTYPES, ids=str)
 def test_output_by_brute_force(kernels, device, dtype):
     # Any mask will do that has each token's own page and none after it.
     lengths, starts, tokens = [70, 33, 1, 0], [0, 6, 2, 5], 75
@@ -116,7 +109,7 @@ def test_every_length(sparrow_attention, kernels, device):
     compare(sparrow_attention, kernels, device, lengths, starts=starts, right=3, kv_heads=1, group=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SEQUENCE_DTYPES, ids=str)
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (2, 80), (5, 96), (6, 128), (7, 64), (16, 64), (2, 256)])
 def test_groups_and_head_dims(sparrow_attention, kernels, device, group, head_dim, dtype):
     if dtype == torch.float32 and head_dim > 128:

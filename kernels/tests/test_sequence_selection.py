@@ -2,24 +2,16 @@ from unittest import mock
 
 import pytest
 import torch
-from paged_batch import exact_page_scores
+from paged_batch import SEQUENCE_DTYPES, exact_page_scores
 
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 RECIPES = [("mean_query", 1), ("group_softmax", 1), ("group_softmax", 2), ("group_softmax", 4)]
 ON_GPU = torch.cuda.is_available()
-# Triton's interpreter takes bfloat16 matrices for integers.
-DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU
 # Scores are sums of float32 products in an order of the hardware's choice. On multiples of 1/4 the mean query's are
 # exact; where numbers are rounded, pages may be exchanged whose scores, of order 1, are closer than this.
 CLOSE_SCORES = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """New memory holds NaN and the largest integers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Sequences:
@@ -196,7 +188,7 @@ def test_groups_and_head_dims(sparrow_attention, triton_kernels, device, group, 
     assert chose > 0.2 and not torch.equal(found[:, 0], found[:, 1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SEQUENCE_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("landmark_dtype", "page_score"),
     [(None, "mean_query"), (torch.float8_e4m3fn, "group_softmax"), (torch.float32, "mean_query")],
