@@ -205,7 +205,7 @@ def test_a_broken_token_shows_where_it_is_kept_alone(triton_kernels, device):
 
 
 def test_a_row_without_a_finite_logit_shows(triton_kernels, device):
-    batch = make_batch([40, 70], dtype=torch.float16).placed(device)
+    batch = make_batch([40, 70], head_dim=64, dtype=torch.float16).placed(device)
     batch.query[0] = batch.query[0].abs() + 1
     for block in batch.block_table[0]:
         batch.key_cache[block.item()] = -torch.inf
