@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from . import acceptance, acceptance_table, calibration, callbacks, config, cost_model, rollout, schedule, trainer
+    from . import (
+        acceptance,
+        acceptance_table,
+        calibration,
+        callbacks,
+        config,
+        cost_model,
+        distill,
+        rollout,
+        rollout_adapter,
+        schedule,
+        trainer,
+    )
     from .acceptance import (
         AcceptanceTracker,
         acceptance_rate,
@@ -25,7 +37,9 @@ if TYPE_CHECKING:
     from .callbacks import TailAcceptanceCallback
     from .config import SparseRolloutGRPOConfig
     from .cost_model import predicted_speedup
+    from .distill import DistillSparseCallback, DistillSparseConfig
     from .rollout import SparseVLLMGeneration
+    from .rollout_adapter import RolloutAdapter
     from .schedule import SparsityScheduleConfig, preset_names
     from .trainer import SparseRolloutGRPOTrainer
 
@@ -39,6 +53,9 @@ __all__ = [
     "__version__",
     "AcceptanceTable",
     "AcceptanceTracker",
+    "DistillSparseCallback",
+    "DistillSparseConfig",
+    "RolloutAdapter",
     "SparseRolloutGRPOConfig",
     "SparseRolloutGRPOTrainer",
     "SparseVLLMGeneration",
@@ -59,7 +76,9 @@ __all__ = [
     "callbacks",
     "config",
     "cost_model",
+    "distill",
     "rollout",
+    "rollout_adapter",
     "schedule",
     "trainer",
 ]
@@ -67,6 +86,9 @@ __all__ = [
 _MODULE_OF = {
     "AcceptanceTable": "acceptance_table",
     "AcceptanceTracker": "acceptance",
+    "DistillSparseCallback": "distill",
+    "DistillSparseConfig": "distill",
+    "RolloutAdapter": "rollout_adapter",
     "SparseRolloutGRPOConfig": "config",
     "SparseRolloutGRPOTrainer": "trainer",
     "SparseVLLMGeneration": "rollout",

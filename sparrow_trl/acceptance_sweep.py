@@ -12,11 +12,11 @@ import json
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ from .acceptance_table import MAX_TABLE_BYTES, AcceptanceTable
 from .attention import sparse_attention_context
 from .json_files import read_json_object, write_atomically
 from .schedule import SparsityScheduleConfig
+
+
+if TYPE_CHECKING:
+    from .rollout_adapter import RolloutAdapter
 
 
 CHECKPOINT_VERSION = 1
@@ -290,7 +294,13 @@ def _measure(
 
 
 def sequence_acceptance(
-    model: nn.Module, sequence: TokenSequence, schedules: Iterable[SparsityScheduleConfig], *, chunk_size: int = 256
+    model: nn.Module,
+    sequence: TokenSequence,
+    schedules: Iterable[SparsityScheduleConfig],
+    *,
+    chunk_size: int = 256,
+    temperature: float = 1.0,
+    adapter: "RolloutAdapter | None" = None,
 ) -> Iterator[torch.Tensor]:
     """
     Exact acceptance rates of one sequence under each of several schedules, which need not keep the same budget at
@@ -305,6 +315,10 @@ def sequence_acceptance(
             Schedules, one pass of the model each. The next is asked for when its rates are.
         chunk_size (`int`, *optional*, defaults to `256`):
             As in [`measure_acceptance`].
+        temperature (`float`, *optional*, defaults to `1.0`):
+            What logits are divided by.
+        adapter ([`~sparrow_trl.rollout_adapter.RolloutAdapter`], *optional*):
+            Adapter that the sparse passes have.
 
     Returns:
         Iterator over `torch.Tensor` of shape `[len(sequence.cached_lengths)]`, float32 (float64 for a float64 model):
@@ -313,7 +327,7 @@ def sequence_acceptance(
     Raises:
         ValueError: as in [`measure_acceptance`].
     """
-    passes = _Passes(model, chunk_size)
+    passes = _Passes(model, chunk_size, temperature, adapter)
     if passes.model.training:
         raise ValueError("The model is in training mode, where dropout would act: call `model.eval()` first.")
     _check_sequences(passes.model, {"`sequence`": sequence})
@@ -324,9 +338,11 @@ def sequence_acceptance(
 class _Passes:
     """The dense and sparse forward passes of a model, and its logits from hidden states."""
 
-    def __init__(self, model: nn.Module, chunk_size: int):
+    def __init__(self, model: nn.Module, chunk_size: int, temperature: float = 1.0, adapter=None):
         if chunk_size < 1:
             raise ValueError(f"`chunk_size` must be positive, got {chunk_size}.")
+        self.temperature = temperature
+        self.adapter = adapter
         self.model = causal_lm_of(model)
         self.backbone = self.model.base_model
         self.chunk_size = chunk_size
@@ -372,11 +388,12 @@ class _Passes:
         self, input_ids: torch.Tensor, prompt_length: int, schedule: SparsityScheduleConfig | None = None
     ) -> torch.Tensor:
         """Last hidden states `[tokens, hidden]`, under sparse attention with a `schedule`."""
-        context = nullcontext()
-        if schedule is not None:
-            prompt_lengths = torch.tensor([prompt_length], device=input_ids.device)
-            context = sparse_attention_context(self.model, schedule, prompt_lengths=prompt_lengths)
-        with context:
+        with ExitStack() as contexts:
+            if schedule is not None:
+                prompt_lengths = torch.tensor([prompt_length], device=input_ids.device)
+                contexts.enter_context(sparse_attention_context(self.model, schedule, prompt_lengths=prompt_lengths))
+                if self.adapter is not None:
+                    contexts.enter_context(self.adapter.active())
             output = self.backbone(input_ids=input_ids, use_cache=False)
         self._output_type = type(output)
         return output.last_hidden_state[0]
@@ -399,7 +416,7 @@ class _Passes:
                 f"{type(self.model).__name__} does not make logits from the hidden states of its backbone "
                 f"({type(self.backbone).__name__}), so they cannot be made in chunks."
             )
-        return logits[0]
+        return logits[0] if self.temperature == 1 else logits[0] / self.temperature
 
     def _report(self, logits, bad, offset, schedule, *, input_ids, prompt_length, name):
         """Raise with the first bad position, and the first module that gave something not finite in a second run."""

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
+    from .rollout_adapter import RolloutAdapter
+
 
 # Pages in total, reserved ones included: as many budgets as the paper sweeps, from its schedules' range.
 PAGE_COUNTS = (16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 896)
@@ -363,7 +365,13 @@ def fit_schedule(
 
 
 def measure_schedule(
-    model: nn.Module, sequences: list[TokenSequence], schedule: SparsityScheduleConfig, *, chunk_size: int = 256
+    model: nn.Module,
+    sequences: list[TokenSequence],
+    schedule: SparsityScheduleConfig,
+    *,
+    chunk_size: int = 256,
+    temperature: float = 1.0,
+    adapter: "RolloutAdapter | None" = None,
 ) -> list[BinStatistics]:
     """
     Acceptance under a schedule as a whole, teacher-forced. With `torch.distributed` initialized, the sequences are
@@ -378,6 +386,10 @@ def measure_schedule(
             The schedule.
         chunk_size (`int`, *optional*, defaults to `256`):
             Positions whose logits are held at once.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            What logits are divided by.
+        adapter ([`~sparrow_trl.rollout_adapter.RolloutAdapter`], *optional*):
+            Adapter that the sparse passes have.
 
     Returns:
         `list[BinStatistics]`: one per bin of cached length with tokens in it, shortest first.
@@ -386,8 +398,15 @@ def measure_schedule(
     rates = {}
     with evaluating(model):
         for index in range(rank, len(sequences), num_processes):
-            (rates[index],) = sequence_acceptance(model, sequences[index], [schedule], chunk_size=chunk_size)
-            rates[index] = rates[index].cpu()
+            (values,) = sequence_acceptance(
+                model,
+                sequences[index],
+                [schedule],
+                chunk_size=chunk_size,
+                temperature=temperature,
+                adapter=adapter,
+            )
+            rates[index] = values.cpu()
     tracker = AcceptanceTracker(schedule)
     for gathered in gather_objects(rates):
         for index, values in gathered.items():

@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .cli_search import run_search
 
             run_search(rest)
+        elif args.command == "distill":
+            from .cli_distill import run_distill
+
+            run_distill(rest)
         elif rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         else:
@@ -47,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     # Its arguments are fields of a dataclass, which may come from a file of settings as well.
     commands.add_parser("calibrate", add_help=False, help="find the cheapest schedule that keeps the tail acceptance")
     commands.add_parser("search", add_help=False, help="find the cheapest recipe and budgets of layers that keep it")
+    commands.add_parser("distill", add_help=False, help="distil a LoRA that lets the rollouts read less")
     _add_plot(commands)
     _add_show(commands)
     _add_estimate(commands)

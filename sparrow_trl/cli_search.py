@@ -209,9 +209,19 @@ def run_search(arguments: list[str]) -> None:
     )
 
 
-def parse_arguments(arguments: list[str]) -> SearchArguments:
-    """The arguments (`list[str]`), with what they leave out from the YAML file of `--config`."""
-    parser = HfArgumentParser(SearchArguments, prog="sparrow-trl search")
+def parse_arguments(arguments: list[str], kind: type = SearchArguments, command: str = "search"):
+    """
+    The arguments of a command.
+
+    Args:
+        arguments (`list[str]`): Arguments after the name of the command.
+        kind (`type`, *optional*): Dataclass of its arguments.
+        command (`str`, *optional*): Its name.
+
+    Returns:
+        A `kind`, with what `arguments` leave out from the YAML file of `--config`.
+    """
+    parser = HfArgumentParser(kind, prog=f"sparrow-trl {command}")
     parser.add_argument("--config", metavar="FILE", help="YAML file of arguments.")
     known = {action.dest for action in parser._actions}
     path = None
@@ -228,7 +238,7 @@ def parse_arguments(arguments: list[str]) -> SearchArguments:
             action.required = action.required and action.dest not in settings
     values = vars(parser.parse_args(arguments))
     values.pop("config")
-    return SearchArguments(**values)
+    return kind(**values)
 
 
 def load_texts(path: str) -> list[str]:
@@ -252,7 +262,7 @@ def load_texts(path: str) -> list[str]:
     return texts
 
 
-def cut_texts(tokenizer, texts: list[str], args: SearchArguments) -> list[TokenSequence]:
+def cut_texts(tokenizer, texts: list[str], args) -> list[TokenSequence]:
     """The first `max_length` tokens of each text that is long enough, or pieces of that length of a single one."""
     rows = tokenizer(texts)["input_ids"] if texts else []
     if len(rows) == 1:

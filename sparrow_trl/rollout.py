@@ -8,8 +8,9 @@ likely tokens beside them), the weights it sends (adapters merged into copies), 
 import copy
 import logging
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from .versions import check_version
 
@@ -27,6 +28,10 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from .schedule import SparsityScheduleConfig  # noqa: E402
 from .vllm_plugin import register  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from .rollout_adapter import RolloutAdapter
 
 
 logger = logging.getLogger(__name__)
@@ -300,6 +305,8 @@ class SparseVLLMGeneration(VLLMGeneration):
         self.probes = []
         self._num_syncs = 0
         self._weights_unchecked = False
+        self._adapter = None
+        self._adapter_sent = False
         super().__init__(*args, **kwargs)
 
     @property
@@ -313,9 +320,19 @@ class SparseVLLMGeneration(VLLMGeneration):
         self.state.set_schedule(schedule)
         self.llm.reset_prefix_cache()  # cached keys of generated tokens depend on the schedule they were made with
 
+    @property
+    def adapter(self) -> "RolloutAdapter | None":
+        """[`~sparrow_trl.rollout_adapter.RolloutAdapter`]: Adapter of the sparse rollouts; dense ones go without."""
+        return self._adapter
+
+    @adapter.setter
+    def adapter(self, adapter: "RolloutAdapter | None"):
+        self._adapter = adapter
+        self._adapter_sent = False
+
     @contextmanager
     def dense_rollouts(self):
-        """Context in which `generate` attends densely in every layer."""
+        """Context in which `generate` attends densely in every layer, with the policy's weights alone."""
         outer = self.state.dense
         self.state.dense = True
         self.llm.reset_prefix_cache()
@@ -385,6 +402,8 @@ class SparseVLLMGeneration(VLLMGeneration):
         """
         if images is not None:
             raise ValueError("Sparse rollouts do not support images in the prompts.")
+        if self._adapter is not None and self._adapter_sent == self.state.dense:
+            self.sync_weights()
         self.llm.probe_rows = self.probe_rows or RolloutLLM.probe_rows
         # A prompt that continues an earlier completion would find the keys of sparse tokens, and prompts are dense.
         self.llm.reset_prefix_cache()
@@ -410,7 +429,8 @@ class SparseVLLMGeneration(VLLMGeneration):
     def _iter_named_params(self):
         """The policy's parameters, adapters merged in float32 copies so that no weight of it is ever rounded."""
         if not is_peft_model(self.model):
-            yield from super()._iter_named_params()
+            for name, param in super()._iter_named_params():
+                yield name, param if self._adapter is None or self.state.dense else self._adapter.merged(name, param)
             return
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -442,6 +462,7 @@ class SparseVLLMGeneration(VLLMGeneration):
             super().sync_weights()
         self._num_syncs += 1
         self._weights_unchecked = True
+        self._adapter_sent = self._adapter is not None and not self.state.dense
 
     def _check_weights_if_due(self, prompts: list[dict]) -> None:
         interval = self.weight_sync_check_interval
@@ -476,7 +497,9 @@ class SparseVLLMGeneration(VLLMGeneration):
         try:
             for ids, output in zip(prompts, outputs, strict=True):
                 input_ids = torch.tensor([ids], device=self.accelerator.device)
-                with self.accelerator.autocast():
+                # Prompts are dense on both sides, but the engine has the adapter in its weights.
+                adapter = self._adapter.active() if self._adapter_sent else nullcontext()
+                with self.accelerator.autocast(), adapter:
                     logits = self.model(input_ids=input_ids, use_cache=False).logits[0, :-1]
                 policy = logits.float().log_softmax(-1).gather(-1, input_ids[0, 1:, None]).squeeze(-1)
                 engine = torch.tensor(output.prompt_logprobs.logprobs, device=policy.device)

@@ -116,6 +116,8 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
     Attributes:
         acceptance ([`AcceptanceTracker`]): Statistics of the measured acceptance rates, over all processes.
         resume_checkpoint (`str`, *optional*): Checkpoint that training was resumed from.
+        trajectory_listeners (`list[Callable]`):
+            Called with the inputs of each forward pass that the policy learns from.
     """
 
     _tag_names = ["trl", "grpo", "sparrow-trl", "sparse-rollout"]
@@ -188,6 +190,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             check_policy(model)
         self.acceptance = AcceptanceTracker(schedule, min_tokens=args.acceptance_min_tokens)
         self.resume_checkpoint = None
+        self.trajectory_listeners = []
         self._probes = []
         self._sparse_kl = []
 
@@ -263,6 +266,12 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         kept, cached = self.accelerator.gather(pages).view(-1, 2).sum(0).tolist()
         if cached:
             self._metrics[mode]["sparsity/kept_fraction"].append(kept / cached)
+
+    def _compute_loss(self, model, inputs):
+        if self.model.training:
+            for listener in self.trajectory_listeners:
+                listener(inputs)
+        return super()._compute_loss(model, inputs)
 
     # Acceptance
 

@@ -1,0 +1,349 @@
+"""`DistillSparseCallback` in training: what has the adapter, what has not, and what is saved."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from test_parity import FLOAT32_TOLERANCE, make_prompts, policy_logprobs, roll_out
+from test_rollout_adapter import make_adapter
+from test_trainer import make_trainer
+from tiny_models import tiny_model
+from tiny_training import make_config, make_dataset, share_of_small_letters
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from sparrow_trl import (
+    DistillSparseCallback,
+    DistillSparseConfig,
+    SparseRolloutGRPOTrainer,
+    SparsityScheduleConfig,
+)
+from sparrow_trl.distill import ADAPTER_FOLDER, STATE_NAME
+from sparrow_trl.rollout import swapped
+from sparrow_trl.schedule import SCHEDULE_NAME
+
+
+SCHEDULE = SparsityScheduleConfig(top_k_pages=[2, 3], bin_tokens=64, dense_layers=[0])
+CHEAPER = SparsityScheduleConfig(top_k_pages=[1, 2], bin_tokens=64, dense_layers=[0])
+CHEAPEST = SparsityScheduleConfig(top_k_pages=[0, 1], bin_tokens=64, dense_layers=[0])
+PROMPTS = make_prompts([50, 90, 120])
+
+
+def make_callback(**kwargs):
+    defaults = {"lora": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), "learning_rate": 5e-3}
+    return DistillSparseCallback(DistillSparseConfig(**{**defaults, "warmup_steps": 0, **kwargs}))
+
+
+class Witness(TrainerCallback):
+    """Keeps, at each step, the adapter and the policy as the rollouts that follow find them."""
+
+    def __init__(self, distill):
+        self.distill, self.adapters = distill, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.adapters.append({name: value.clone() for name, value in self.distill.adapter.state_dict().items()})
+
+
+@pytest.fixture(scope="module")
+def run(tiny_qwen3, tmp_path_factory):
+    """Three steps with checkpoints, evaluation and checkpointed gradients, moving on to the last of three stages."""
+    distill = make_callback(
+        stages=[CHEAPER, CHEAPEST],
+        target_acceptance=0.05,
+        stage_check_interval=1,
+        stage_patience=1,
+        stage_min_tokens=20,
+    )
+    witness = Witness(distill)
+    config = make_config(
+        tmp_path_factory.mktemp("distill"),
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        gradient_checkpointing=True,
+        acceptance_probe_fraction=1.0,
+    )
+    trainer = make_trainer(
+        tiny_qwen3, config, schedule=SCHEDULE, callbacks=[distill, witness], eval_dataset=make_dataset(1, seed=1)
+    )
+    trainer.train()
+    trainer.distill, trainer.witness = distill, witness
+    return trainer
+
+
+@pytest.fixture
+def generation(build_generation, tiny_qwen3):
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
+    return build_generation(model, SCHEDULE, block_size=32)
+
+
+def largest_difference(rollout, distributions):
+    """Between the engine's log-probs and those in `distributions`, one of shape `[completion_length, vocab]` a row."""
+    return max(
+        float((torch.tensor(engine) - logprobs.gather(1, torch.tensor(ids)[:, None]).squeeze(1)).abs().max())
+        for engine, logprobs, ids in zip(rollout.logprobs, distributions, rollout.completions, strict=True)
+    )
+
+
+def test_the_engine_has_the_adapter_in_sparse_rollouts_alone(generation):
+    model = generation.model
+    adapter = generation.adapter = make_adapter(model)
+    for _ in range(2):
+        completions, engine = roll_out(generation, PROMPTS)
+        bare = policy_logprobs(model, SCHEDULE, PROMPTS, completions)
+        with adapter.active():
+            student = policy_logprobs(model, SCHEDULE, PROMPTS, completions)
+        for row in range(len(PROMPTS)):
+            assert abs(engine[row] - student[row]).max() < FLOAT32_TOLERANCE
+            assert abs(engine[row] - bare[row]).max() > 1e-2
+        with generation.dense_rollouts():
+            completions, engine = roll_out(generation, PROMPTS)
+        dense = policy_logprobs(model, SparsityScheduleConfig.dense(), PROMPTS, completions)
+        assert all(abs(engine[row] - dense[row]).max() < FLOAT32_TOLERANCE for row in range(len(PROMPTS)))
+
+
+def test_weights_that_arrive_without_the_adapter_stop_training(generation):
+    generation.adapter = make_adapter(generation.model)
+    with (
+        swapped(generation.adapter, "merged", lambda name, weight: weight),
+        pytest.raises(RuntimeError, match="differ from the policy's"),
+    ):
+        generation.generate(PROMPTS, None, num_generations=1)
+
+
+def test_a_hundred_synchronisations_change_no_weight(generation):
+    weights = {name: value.clone() for name, value in generation.model.state_dict().items()}
+    generation.adapter = make_adapter(generation.model)
+    for _ in range(100):
+        for _ in generation._iter_named_params():
+            pass
+    generation.sync_weights()
+    assert generation.check_weights(PROMPTS) < 1e-4
+    assert all(torch.equal(value, weights[name]) for name, value in generation.model.state_dict().items())
+
+
+def test_rollouts_are_the_students(run):
+    train = [rollout for rollout in run.rollouts if rollout.mode == "train"]
+    assert len(train) == 3
+    assert all((value != 0).any() for value in run.distill.adapter.state_dict().values())
+    # The trainer of these tests scores each rollout without the adapter, which does nothing before the first step.
+    differences = [largest_difference(rollout, rollout.sparse) for rollout in train]
+    assert differences[0] < FLOAT32_TOLERANCE < 1e-3 < min(differences[1:])
+
+
+def test_everything_dense_goes_without_the_adapter(run):
+    for rollout in run.rollouts:
+        if rollout.mode == "eval":
+            assert largest_difference(rollout, rollout.dense) < FLOAT32_TOLERANCE
+    assert sum(rollout.mode == "eval" for rollout in run.rollouts) == 3
+    with torch.no_grad():
+        logits = run.model.eval()(input_ids=torch.tensor([PROMPTS[0]])).logits
+        again = AutoModelForCausalLM.from_pretrained(Path(run.args.output_dir, "checkpoint-3"), dtype=torch.float32)
+        assert torch.equal(again(input_ids=torch.tensor([PROMPTS[0]])).logits, logits)
+    run.model.train()
+
+
+def test_metrics_and_stages(run):
+    logs = [entry for entry in run.state.log_history if "distill/kl" in entry]
+    assert len(logs) == 3
+    assert all({"distill/loss", "distill/policy_loss", "distill/grad_norm"} <= entry.keys() for entry in logs)
+    assert [entry["distill/stage"] for entry in logs] == [1, 2, 2]
+    assert all(0 < entry["distill/tail"] <= 1 for entry in logs) and "distill/next_tail" not in logs[2]
+    assert run.schedule == CHEAPEST and run.distill.stage == 2
+    assert [rollout.schedule for rollout in run.rollouts if rollout.mode == "train"] == [SCHEDULE, CHEAPER, CHEAPEST]
+
+
+def test_checkpoints_are_a_plain_runs_with_the_adapter_beside(run, tiny_qwen3):
+    output_dir = Path(run.args.output_dir)
+    for step, schedule in ((1, CHEAPER), (3, CHEAPEST)):
+        checkpoint = output_dir / f"checkpoint-{step}"
+        assert set(load_file(checkpoint / "model.safetensors")) == set(
+            load_file(Path(tiny_qwen3) / "model.safetensors")
+        )
+        saved = load_file(checkpoint / ADAPTER_FOLDER / "adapter_model.safetensors")
+        expected = run.witness.adapters[step - 1]
+        assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+        assert SparsityScheduleConfig.from_pretrained(checkpoint / ADAPTER_FOLDER) == schedule
+        optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        parameters = sum(len(group["params"]) for group in optimizer["param_groups"])
+        assert parameters == len(list(run.model.parameters()))
+    assert (output_dir / ADAPTER_FOLDER / SCHEDULE_NAME).is_file()
+
+
+def test_the_adapter_that_is_saved_is_pefts(run):
+    folder = Path(run.args.output_dir)
+    base = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-3", dtype=torch.float32)
+    input_ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad(), run.distill.adapter.active():
+        expected = run.model.eval()(input_ids=input_ids).logits
+        peft_model = PeftModel.from_pretrained(base, folder / ADAPTER_FOLDER).eval()
+        assert torch.equal(peft_model(input_ids=input_ids).logits, expected)
+    run.model.train()
+
+
+def test_training_goes_on_from_a_checkpoint(run, tiny_qwen3, tmp_path):
+    distill = make_callback(stages=[CHEAPER, CHEAPEST], target_acceptance=0.05)
+    config = make_config(tmp_path, max_steps=2)
+    trainer = make_trainer(tiny_qwen3, config, schedule=SCHEDULE, callbacks=[distill])
+    seen = {}
+
+    def keep(inputs, listener=distill._pending.append):
+        if not seen:
+            seen.update({name: value.clone() for name, value in distill.adapter.state_dict().items()})
+            seen["stage"], seen["schedule"] = distill.stage, trainer.schedule
+            seen["optimizer"] = copy.deepcopy(distill._adapter_trainer.optimizer.state_dict()["state"])
+
+    trainer.trajectory_listeners.append(keep)
+    checkpoint = Path(run.args.output_dir, "checkpoint-1")
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    state = torch.load(checkpoint / ADAPTER_FOLDER / STATE_NAME, weights_only=True)
+    assert all(torch.equal(seen[name], value) for name, value in run.witness.adapters[0].items())
+    assert seen["stage"] == 1 and seen["schedule"] == CHEAPER
+    for index, moments in state["optimizer"]["state"].items():
+        assert torch.equal(seen["optimizer"][index]["exp_avg"], moments["exp_avg"])
+    assert trainer.state.global_step == 2
+
+
+def test_dense_log_probs_are_bit_identical_with_the_callback(run):
+    input_ids = torch.tensor([PROMPTS[1]])
+    state = {name: value.clone() for name, value in run.model.state_dict().items()}
+    plain = tiny_model("qwen3")
+    plain.load_state_dict(state)
+    plain.train(run.model.training)
+    mask = torch.ones_like(input_ids)
+    plain_scores, ours = (
+        run._get_per_token_logps_and_entropies(model, input_ids, mask, 30, batch_size=1)[0]
+        for model in (_with_fused_head(run, plain), run.model)
+    )
+    assert torch.equal(plain_scores, ours)
+
+
+def _with_fused_head(trainer, model):
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model, temperature=trainer.temperature, outputs=("log_probs", "entropy"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"divergence": "wasserstein"}, "divergence='wasserstein' must be one of"),
+        ({"teacher": "old"}, "log-probs of the sampled tokens alone"),
+        ({"teacher": "older"}, "teacher='older'"),
+        ({"kl_weight": 0, "ppo_weight": 0}, "would learn nothing"),
+        ({"learning_rate": -1}, "learning_rate must be a number of at least 0, but it is -1"),
+        ({"stage_patience": 0}, "stage_patience must be an integer of at least 1"),
+        ({"target_acceptance": 1.5}, "target_acceptance must be a number between 0 and 1"),
+        ({"stages": ["no-such-preset"]}, "no-such-preset"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_configurations_are_refused(kwargs, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        DistillSparseConfig(**kwargs)
+
+
+def test_settings_from_files():
+    config = DistillSparseConfig(lora={"r": 8, "target_modules": ["q_proj"]}, stages="qwen3-1.7b-0.80")
+    assert config.lora.r == 8 and config.stages == [SparsityScheduleConfig.from_preset("qwen3-1.7b-0.80")]
+
+
+class NoEngine:
+    """In place of the generation: these refusals come before any rollout."""
+
+    def __init__(self, schedule, **kwargs):
+        self.schedule = schedule
+        self.adapter = None
+
+
+@pytest.mark.parametrize(
+    ("callback", "settings", "message"),
+    [
+        ({"lora": LoraConfig(target_modules=["nothing"])}, {}, "nothing"),
+        ({"stages": [SCHEDULE]}, {}, "keeps as much"),
+        ({"stages": [SparsityScheduleConfig(top_k_pages=[0], page_size=32, bin_tokens=64)]}, {}, "page_size=32"),
+        ({}, {"fp16": True}, "fp16=True"),
+        (
+            {},
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "reentrant",
+        ),
+        ({}, {"peft": True}, "PEFT adapters of its own"),
+    ],
+    ids=["targets", "stage", "page", "fp16", "reentrant", "peft"],
+)
+def test_what_cannot_work_is_refused_at_the_start(tiny_qwen3, tmp_path, monkeypatch, callback, settings, message):
+    from sparrow_trl import trainer as trainer_module
+
+    monkeypatch.setattr(trainer_module, "SparseVLLMGeneration", NoEngine)
+    settings = dict(settings)
+    if settings.pop("peft", False):
+        kwargs = {"peft_config": LoraConfig(target_modules=["q_proj"])}
+    else:
+        kwargs = {}
+    fp16 = settings.pop("fp16", False)
+    config = make_config(tmp_path, **settings)
+    with pytest.raises(ValueError, match=message), monkeypatch.context() as patch:
+        if fp16:
+            from accelerate import Accelerator
+
+            patch.setattr(Accelerator, "mixed_precision", property(lambda self: "fp16"))
+        make_trainer(
+            tiny_qwen3,
+            config,
+            trainer_class=SparseRolloutGRPOTrainer,
+            schedule=SCHEDULE,
+            callbacks=[make_callback(**callback)],
+            **kwargs,
+        )
+
+
+def test_a_plain_grpo_trainer_is_refused(tiny_qwen3, tmp_path):
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=1, num_generations=2,
+                        per_device_train_batch_size=2)  # fmt: skip
+    dataset = Dataset.from_dict({"prompt": ["abc"] * 4})
+    trainer = GRPOTrainer(
+        tiny_qwen3, share_of_small_letters, config, train_dataset=dataset, callbacks=[DistillSparseCallback()]
+    )
+    with pytest.raises(ValueError, match="attached to no trainer with sparse rollouts"):
+        trainer.train()
+
+
+def test_an_adapter_to_begin_with(run, tiny_qwen3, tmp_path, monkeypatch):
+    from sparrow_trl import trainer as trainer_module
+
+    monkeypatch.setattr(trainer_module, "SparseVLLMGeneration", NoEngine)
+    folder = Path(run.args.output_dir) / ADAPTER_FOLDER
+    callback = DistillSparseCallback(adapter=folder)
+    make_trainer(
+        tiny_qwen3,
+        make_config(tmp_path),
+        trainer_class=SparseRolloutGRPOTrainer,
+        schedule=SCHEDULE,
+        callbacks=[callback],
+    )
+    expected = run.distill.adapter.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in callback.adapter.state_dict().items())
+
+
+def test_two_processes_train_one_adapter(tiny_qwen3, tmp_path):
+    script = Path(__file__).with_name("two_rank_distillation.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    run = subprocess.run([*command, tiny_qwen3, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["kl"][0] > 0 and len(ranks[0]["kl"]) == 2
