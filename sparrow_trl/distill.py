@@ -64,7 +64,7 @@ class DistillSparseConfig:
             Weight of the divergence.
         ppo_weight (`float`, *optional*, defaults to `1.0`):
             Weight of the policy loss of the sparse student. `0` leaves it out.
-        learning_rate (`float`, *optional*, defaults to `1e-4`):
+        learning_rate (`float`, *optional*, defaults to `0.0001`):
             Learning rate of the adapter's AdamW.
         weight_decay (`float`, *optional*, defaults to `0.0`):
             Its weight decay.
@@ -77,7 +77,7 @@ class DistillSparseConfig:
 
         > Parameters that control the stages
 
-        stages (`list`, *optional*):
+        stages (`list`, *optional*, defaults to `[]`):
             Cheaper schedules to move on to, from lenient to cheap: objects, names of presets, local paths or Hub ids.
             The trainer's own schedule comes first.
         target_acceptance (`float`, *optional*):

@@ -194,8 +194,6 @@ def distill(
     """
     model = causal_lm_of(model)
     config = replace(config or DistillSparseConfig(), ppo_weight=0.0)
-    if not config.kl_weight:
-        raise ValueError("kl_weight is 0, and without rewards the divergence is all there is to learn from.")
     if config.teacher == "old":
         raise ValueError("teacher='old' needs the log-probs of a training run. Use teacher='current'.")
     if not sequences or sequences_per_step < 1 or num_epochs < 1:

@@ -142,7 +142,7 @@ class RolloutAdapter:
         return list(self._layers)
 
     def to(self, device: torch.device | str) -> "RolloutAdapter":
-        """Move the adapter's weights, and return the adapter."""
+        """Move the adapter's weights to `device` (`torch.device` or `str`), and return the adapter."""
         for layer in self._layers.values():
             for part in (layer.lora_A, layer.lora_B):
                 part.to(device)
@@ -209,7 +209,7 @@ class RolloutAdapter:
         Args:
             state (`dict[str, torch.Tensor]`):
                 As [`state_dict`] returns them.
-            source (`str`, *optional*):
+            source (`str`, *optional*, defaults to `"The state"`):
                 Where `state` comes from, for the error message.
 
         Raises:

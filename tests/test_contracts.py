@@ -19,11 +19,15 @@ import transformers
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
+from trl.kernels import ChunkedLogProbFunction
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 from vllm import LLM, SamplingParams
@@ -367,9 +371,70 @@ def test_trl_averages_the_lists_in_metrics(stock_trainer):
     assert logs["acceptance/tail"] == pytest.approx(0.6), broken("trl", "trainer", "_metrics are logged otherwise")
 
 
+def test_trl_computes_the_loss_of_a_batch_in_a_method_of_its_own(stock_trainer, scored_batch):
+    check_parameters("trl", "trainer", GRPOTrainer._compute_loss, ["model", "inputs"])
+    seen = []
+    with swapped(stock_trainer, "_compute_loss", lambda model, inputs: seen.append(inputs)):
+        stock_trainer.compute_loss(stock_trainer.model, scored_batch.output)
+    assert seen == [scored_batch.output], broken("trl", "trainer", "compute_loss does not go through _compute_loss")
+    names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
+    names |= {"old_per_token_logps", "sampling_per_token_logps"}
+    assert names <= scored_batch.output.keys(), broken("trl", "distill", "batches have other names")
+
+
+def test_trl_sends_weights_again_only_after_another_step(stock_trainer, scored_batch):
+    # The rollout class sends them itself when the adapter comes or goes in between.
+    assert stock_trainer._last_loaded_step == stock_trainer.state.global_step, broken(
+        "trl", "rollout", "the step whose weights were sent is not in _last_loaded_step"
+    )
+
+
+def test_arguments_of_the_chunked_kernels():
+    check_parameters(
+        "trl",
+        "distill_step",
+        ChunkedDivergenceFunction.forward,
+        ["ctx", "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias"]
+        + ["beta", "temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale"]
+        + ["teacher_final_logit_softcapping"],
+    )
+    check_parameters(
+        "trl",
+        "distill_step",
+        ChunkedLogProbFunction.forward,
+        ["ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping"]
+        + ["logit_scale", "outputs"],
+    )
+
+
+def test_checkpointed_layers_say_so():
+    model = AutoModelForCausalLM.from_config(
+        transformers.Qwen3Config(num_hidden_layers=1, hidden_size=64, head_dim=16)
+    )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = model.model.layers[0]
+    assert isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing, broken(
+        "transformers", "distill_step", "gradient checkpointing is switched on in another place"
+    )
+
+
+def test_peft_wraps_layers_in_place(tiny_qwen3):
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
+    linear = model.model.layers[0].self_attn.q_proj
+    LoraModel(model, LoraConfig(target_modules=["q_proj"]), "default")
+    layer = model.model.layers[0].self_attn.q_proj
+    assert layer.base_layer is linear, broken("peft", "rollout_adapter", "a layer is copied when it is wrapped")
+    assert set(layer._modules) >= {"base_layer", "lora_A", "lora_B", "lora_dropout"}, broken(
+        "peft", "rollout_adapter", "a layer has other parts"
+    )
+    assert hasattr(model, "peft_config"), broken("peft", "rollout_adapter", "the model keeps its adapters elsewhere")
+
+
 def test_attributes_of_the_trainer(stock_trainer):
     for name in ("_step", "num_iterations", "temperature", "model", "accelerator", "callback_handler", "state"):
         assert hasattr(stock_trainer, name), broken("trl", "trainer", f"GRPOTrainer has no attribute {name}")
+    for name in ("epsilon_low", "epsilon_high", "is_fsdp_enabled", "is_deepspeed_enabled"):
+        assert hasattr(stock_trainer, name), broken("trl", "distill", f"GRPOTrainer has no attribute {name}")
     assert stock_trainer.args.steps_per_generation == 1
     assert isinstance(GRPOTrainer._tag_names, list) and isinstance(GRPOTrainer._name, str), broken(
         "trl", "trainer", "model cards are filled in from other attributes"
