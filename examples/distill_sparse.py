@@ -32,22 +32,23 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch  # noqa: E402
+import torch
+from accelerate.utils import broadcast_object_list
 from grpo_sparse import TINY_REASONER, SparseRolloutScriptArguments, load_math_problems
-from peft import LoraConfig  # noqa: E402
-from tiny_reasoner import task  # noqa: E402
-from trl import ModelConfig, TrlParser  # noqa: E402
-from trl.rewards import accuracy_reward  # noqa: E402
+from peft import LoraConfig
+from tiny_reasoner import task
+from trl import ModelConfig, TrlParser
+from trl.rewards import accuracy_reward
 
-from sparrow_trl import (  # noqa: E402
+from sparrow_trl import (
     DistillSparseCallback,
     DistillSparseConfig,
     SparseRolloutGRPOConfig,
     SparseRolloutGRPOTrainer,
     SparsityScheduleConfig,
 )
-from sparrow_trl.acceptance_sweep import TokenSequence  # noqa: E402
-from sparrow_trl.calibration import measure_schedule  # noqa: E402
+from sparrow_trl.acceptance_sweep import TokenSequence
+from sparrow_trl.calibration import measure_schedule
 
 
 # A bin of cached length needs so many tokens before its tail counts.
@@ -119,7 +120,9 @@ def dense_completions(trainer, prompts) -> list[TokenSequence]:
         generation.sync_weights()
         _, completion_ids, _, _ = generation.generate(prompt_ids, None, num_generations=1)
     pairs = zip(prompt_ids, completion_ids, strict=True)
-    return [TokenSequence(prompt + ids, len(prompt)) for prompt, ids in pairs if len(ids) > 1]
+    # The engines of several processes sample differently; all measure on what the first one sampled.
+    sequences = [TokenSequence(prompt + ids, len(prompt)) for prompt, ids in pairs if len(ids) > 1]
+    return broadcast_object_list([sequences])[0]
 
 
 def measure_tails(trainer, sequences, schedules, adapter=None) -> dict[str, dict[str, float]]:

@@ -232,13 +232,13 @@ def _measure(
 ) -> AcceptanceTable:
     """As [`measure_acceptance`]; `tokens` tell one measurement from another."""
     passes = _Passes(model, chunk_size)
-    _check_sequences(passes.model, {item.name: item.sequence for item in work})
+    check_sequences(passes.model, {item.name: item.sequence for item in work})
     sequences = [item.sequence for item in work]
     model_name = model_name or passes.model.name_or_path or None
     longest = max(len(sequence.token_ids) for sequence in sequences) - 1
     # The schedule checks the two before they are divided.
     bins = AcceptanceTable(schedule_recipe, page_counts, bin_tokens, 1).schedule(0)
-    _check_layers(passes.model, schedule_recipe)
+    check_sparse_layers(passes.model, schedule_recipe)
     table = AcceptanceTable(
         schedule_recipe, page_counts, bin_tokens, bins.bin_index(longest) + 1, model_name=model_name, method=method
     )
@@ -330,7 +330,7 @@ def sequence_acceptance(
     passes = _Passes(model, chunk_size, temperature, adapter)
     if passes.model.training:
         raise ValueError("The model is in training mode, where dropout would act: call `model.eval()` first.")
-    _check_sequences(passes.model, {"`sequence`": sequence})
+    check_sequences(passes.model, {"`sequence`": sequence})
     rates = passes.acceptance(sequence, ([schedule] for schedule in schedules), "the sequence")
     return (rates_of_schedule for (rates_of_schedule,) in rates)
 
@@ -416,7 +416,8 @@ class _Passes:
                 f"{type(self.model).__name__} does not make logits from the hidden states of its backbone "
                 f"({type(self.backbone).__name__}), so they cannot be made in chunks."
             )
-        return logits[0] if self.temperature == 1 else logits[0] / self.temperature
+        # As the engine and the trainer do: a quotient in bfloat16 would be rounded once more.
+        return logits[0] if self.temperature == 1 else logits[0].float() / self.temperature
 
     def _report(self, logits, bad, offset, schedule, *, input_ids, prompt_length, name):
         """Raise with the first bad position, and the first module that gave something not finite in a second run."""
@@ -532,9 +533,16 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _check_sequences(model: PreTrainedModel, sequences: dict[str, TokenSequence]) -> None:
+def check_sequences(model: PreTrainedModel, sequences: dict[str, TokenSequence]) -> None:
+    """
+    Refuse, with a `ValueError`, sequences that a model cannot be measured on.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The model.
+        sequences (`dict[str, TokenSequence]`): The sequences, by their names in messages.
+    """
     if not sequences:
-        raise ValueError("There are no sequences to measure on.")
+        raise ValueError("There are no sequences.")
     limit, vocab_size = max_positions(model), model.get_input_embeddings().num_embeddings
     for name, sequence in sequences.items():
         length, prompt_length = len(sequence.token_ids), sequence.prompt_length
@@ -556,12 +564,19 @@ def _check_sequences(model: PreTrainedModel, sequences: dict[str, TokenSequence]
             raise ValueError(f"{name} has token ids outside [0, {vocab_size}).")
 
 
-def _check_layers(model: PreTrainedModel, recipe: SparsityScheduleConfig) -> None:
+def check_sparse_layers(model: PreTrainedModel, recipe: SparsityScheduleConfig) -> None:
+    """
+    Refuse, with a `ValueError`, a recipe with which no layer of a model is sparse, or that names one it lacks.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The model.
+        recipe ([`SparsityScheduleConfig`]): The recipe.
+    """
     num_layers = model.config.get_text_config().num_hidden_layers
-    if recipe.dense_layers and max(recipe.dense_layers) >= num_layers:
+    if not recipe.is_dense and max(recipe.dense_layers, default=0) >= num_layers:
         raise ValueError(f"`dense_layers` names layer {max(recipe.dense_layers)}, but the model has {num_layers}.")
     if all(map(recipe.is_dense_layer, range(num_layers))):
-        raise ValueError(f"All {num_layers} layers are dense (`dense_layers`), so there is nothing to calibrate.")
+        raise ValueError(f"All {num_layers} layers are dense (`dense_layers`), so nothing is sparse.")
 
 
 def _warn_without_full_bin(sequences: list[TokenSequence], bins: SparsityScheduleConfig) -> None:

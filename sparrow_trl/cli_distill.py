@@ -84,6 +84,11 @@ class DistillArguments:
                 f"--held_out must not be negative and --num_sequences must be positive, got {self.held_out} and "
                 f"{self.num_sequences}."
             )
+        if self.texts is not None and not 1 <= self.prompt_tokens <= self.max_length - 2:
+            raise ValueError(
+                f"--prompt_tokens must be between 1 and {self.max_length - 2}, two less than --max_length, got "
+                f"{self.prompt_tokens}."
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
 

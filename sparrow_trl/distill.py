@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    SchedulerType,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .acceptance import AcceptanceTracker
@@ -55,8 +62,8 @@ class DistillSparseConfig:
 
         divergence (`str`, *optional*, defaults to `"reverse_kl"`):
             Divergence between student and teacher: over the whole vocabulary `"reverse_kl"` (KL(student || teacher)),
-            `"forward_kl"` (KL(teacher || student)) or `"jensen_shannon"`; or `"k3"`, an estimate of the reverse KL
-            from the sampled tokens.
+            `"forward_kl"` (KL(teacher || student)) or `"jensen_shannon"`; or `"k3"`, Schulman's estimate of the
+            reverse KL from the sampled tokens, whose gradient is that of an estimate of the forward KL.
         teacher (`str`, *optional*, defaults to `"current"`):
             `"current"` takes the dense model after its update, which costs a forward pass; `"old"` the log-probs from
             before it, which the trainer has anyway, for `"k3"` alone.
@@ -69,7 +76,7 @@ class DistillSparseConfig:
         weight_decay (`float`, *optional*, defaults to `0.0`):
             Its weight decay.
         max_grad_norm (`float`, *optional*, defaults to `1.0`):
-            Norm to which the adapter's gradient is clipped.
+            Norm to which the adapter's gradient is clipped; `0` turns clipping off.
         lr_scheduler_type (`str`, *optional*, defaults to `"constant_with_warmup"`):
             Schedule of the learning rate, as in [`~transformers.TrainingArguments`].
         warmup_steps (`int`, *optional*, defaults to `10`):
@@ -145,11 +152,24 @@ class DistillSparseConfig:
                 raise ValueError(f"{name} must be {noun} {bounds}, but it is {value!r}.")
         if not self.kl_weight and not self.ppo_weight:
             raise ValueError("kl_weight and ppo_weight are both 0, so the adapter would learn nothing.")
+        self._check_lr_scheduler()
         if isinstance(self.lora, dict):
             self.lora = LoraConfig(**self.lora)
         if isinstance(self.stages, (str, SparsityScheduleConfig)):
             self.stages = [self.stages]
         self.stages = [SparsityScheduleConfig.resolve(stage) for stage in self.stages]
+
+    def _check_lr_scheduler(self):
+        name, optimizer = self.lr_scheduler_type, torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        try:
+            if SchedulerType(name) == SchedulerType.REDUCE_ON_PLATEAU:
+                raise ValueError("it needs evaluations")
+            get_scheduler(name, optimizer, num_warmup_steps=1, num_training_steps=2)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"lr_scheduler_type={name!r} cannot be used: {error}. Use for instance 'constant_with_warmup' or "
+                "'linear'."
+            ) from error
 
 
 class DistillSparseCallback(TrainerCallback):
@@ -166,13 +186,17 @@ class DistillSparseCallback(TrainerCallback):
     it once it keeps the target.
 
     Logged are `distill/kl`, `distill/policy_loss`, `distill/loss`, `distill/grad_norm`, `distill/learning_rate`,
-    and, with stages, `distill/stage` and the tails `distill/tail` and `distill/next_tail`.
+    `distill/tokens` and, with stages, `distill/stage` and the tails `distill/tail` and `distill/next_tail`.
 
     Args:
         config ([`DistillSparseConfig`], *optional*):
             Configuration; by default a default one.
         adapter (`str`, *optional*):
-            PEFT adapter to begin with, such as one that was distilled before training.
+            PEFT adapter to begin with, such as one that was distilled before training. It brings its own LoRA
+            configuration.
+
+    Raises:
+        ValueError: for an `adapter` beside a `config.lora`.
 
     Example:
 
@@ -185,6 +209,8 @@ class DistillSparseCallback(TrainerCallback):
 
     def __init__(self, config: DistillSparseConfig | None = None, adapter: str | Path | None = None):
         self.config = config or DistillSparseConfig()
+        if adapter is not None and self.config.lora is not None:
+            raise ValueError(f"The adapter {str(adapter)!r} brings its own LoRA configuration. Leave `lora` unset.")
         self.adapter: RolloutAdapter | None = None
         self._initial_adapter = adapter
         self._trainer = None
@@ -197,12 +223,14 @@ class DistillSparseCallback(TrainerCallback):
 
         Raises:
             ValueError: for a policy that has adapters or is sharded, float16, reentrant gradient checkpointing,
-                targets that match nothing, an adapter of another model, and stages that are no cheaper or that the
-                engine cannot use.
+                targets that match nothing, an adapter of another model, stages that are no cheaper or that the engine
+                cannot use, `load_best_model_at_end`, a teacher whose log-probs the trainer does not have, and a second
+                callback of this kind.
         """
         policy = trainer.accelerator.unwrap_model(trainer.model)
-        _check_training(trainer)
-        self._stages = _check_stages([trainer.schedule, *self.config.stages])
+        _check_training(trainer, self.config)
+        self._stages = [trainer.schedule, *self.config.stages]
+        _check_stages(self._stages, policy.config.num_hidden_layers)
         target = self.config.target_acceptance or trainer.schedule.target_acceptance or DEFAULT_TARGET
         self._controller = StageController(
             len(self._stages), target, self.config.stage_patience, self.config.stage_margin
@@ -263,18 +291,24 @@ class DistillSparseCallback(TrainerCallback):
         if not state.is_world_process_zero or not checkpoint.is_dir():
             return
         folder = checkpoint / ADAPTER_FOLDER
-        self.save_pretrained(folder)
-        buffer = io.BytesIO()
-        torch.save({**self._adapter_trainer.state_dict(), "stages": self._controller.state_dict()}, buffer)
-        write_atomically(folder / STATE_NAME, buffer.getvalue())
+        self.save_pretrained(folder, base_model=checkpoint)
+        schedules = [stage.to_dict() for stage in self._stages]
+        stages = {**self._controller.state_dict(), "schedules": schedules}
+        save_tensors(folder / STATE_NAME, {**self._adapter_trainer.state_dict(), "stages": stages})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if state.is_world_process_zero:
-            self.save_pretrained(Path(args.output_dir) / ADAPTER_FOLDER)
+            self.save_pretrained(Path(args.output_dir) / ADAPTER_FOLDER, base_model=args.output_dir)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the adapter, with the schedule in use beside it, to `folder`."""
-        self.adapter.save_pretrained(folder)
+    def save_pretrained(self, folder: str | Path, *, base_model: str | Path | None = None) -> None:
+        """
+        Write the adapter, with the schedule in use beside it.
+
+        Args:
+            folder (`str` or `pathlib.Path`): Folder to write to.
+            base_model (`str` or `pathlib.Path`, *optional*): Folder of the policy as it is now.
+        """
+        self.adapter.save_pretrained(folder, base_model=base_model)
         self._trainer.schedule.save_pretrained(folder)
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -289,13 +323,21 @@ class DistillSparseCallback(TrainerCallback):
                 f"No {ADAPTER_FOLDER}/{STATE_NAME} found for the checkpoint of step {state.global_step}: the adapter "
                 "of the rollouts starts anew."
             )
+            # The trainer has restored the checkpoint's.
+            self._stages[0] = self._trainer.schedule
+            _check_stages(self._stages, self._trainer.model.config.num_hidden_layers)
             return
-        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        saved = RolloutAdapter.from_pretrained(policy, folder)
-        self.adapter.load_state_dict(saved.state_dict(), source=str(folder))
         resumed = torch.load(folder / STATE_NAME, map_location="cpu", weights_only=True)
+        if len(self._stages) > 1:
+            saved = [SparsityScheduleConfig.from_dict(stage) for stage in resumed["stages"]["schedules"]]
+            if saved != self._stages:
+                raise ValueError(
+                    f"The checkpoint {folder.parent} was trained with other stages: {len(saved)} schedules, of which "
+                    f"{sum(one in self._stages for one in saved)} are given now. Give the same schedule and stages."
+                )
+            self._controller.load_state_dict(resumed["stages"])
+        self.adapter.load_pretrained(folder)
         self._adapter_trainer.load_state_dict(resumed)
-        self._controller.load_state_dict(resumed["stages"])
         self._use_stage()
 
     def _trajectories(self, inputs: dict[str, Any]) -> Trajectories:
@@ -356,16 +398,30 @@ class DistillSparseCallback(TrainerCallback):
                     yield sequence
 
     def _use_stage(self) -> None:
+        if len(self._stages) == 1:
+            return
         schedule = self._stages[self._controller.stage]
         if schedule != self._trainer.schedule:
             self._trainer.schedule = schedule
 
 
-def _check_training(trainer: "SparseRolloutGRPOTrainer") -> None:
+def _check_training(trainer: "SparseRolloutGRPOTrainer", config: DistillSparseConfig) -> None:
+    if trainer.vllm_generation.adapter is not None:
+        raise ValueError("The trainer got two DistillSparseCallbacks, but its rollouts can have one adapter.")
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(
-            "DistillSparseCallback needs the policy's weights in one piece on each process, which FSDP and DeepSpeed "
-            "do not keep. Train on one GPU or with DDP."
+            "DistillSparseCallback does not support FSDP and DeepSpeed: its student runs in forward passes of its "
+            "own, outside of their engines. Train on one GPU or with DDP."
+        )
+    if trainer.args.load_best_model_at_end:
+        raise ValueError(
+            "load_best_model_at_end=True would put the last adapter beside an earlier policy. Leave it False: each "
+            f"checkpoint has its own {ADAPTER_FOLDER} folder."
+        )
+    if config.teacher == "old" and not trainer.args.vllm_importance_sampling_correction:
+        raise ValueError(
+            "teacher='old' needs the log-probs from before the update, which the trainer may leave out with "
+            "vllm_importance_sampling_correction=False. Use teacher='current'."
         )
     if trainer.accelerator.mixed_precision == "fp16":
         raise ValueError(
@@ -379,8 +435,12 @@ def _check_training(trainer: "SparseRolloutGRPOTrainer") -> None:
         )
 
 
-def _check_stages(stages: list[SparsityScheduleConfig]) -> list[SparsityScheduleConfig]:
-    """`stages`, unless one cannot replace the one before it in a running engine, or would not be cheaper."""
+def _check_stages(stages: list[SparsityScheduleConfig], num_layers: int) -> None:
+    """Refuse stages that cannot follow each other in a running engine, or that read no less than the one before."""
+    from .rollout import check_layers  # needs vLLM, which distilling on texts does without
+
+    for stage in stages:
+        check_layers(stage, num_layers)
     for index, (before, after) in enumerate(zip(stages, stages[1:], strict=False), 1):
         for name in ("page_size", "page_score", "landmarks_per_page", "landmark_dtype"):
             if getattr(before, name) != getattr(after, name):
@@ -388,14 +448,32 @@ def _check_stages(stages: list[SparsityScheduleConfig]) -> list[SparsitySchedule
                     f"Stage {index} has {name}={getattr(after, name)!r}, but the schedule before it "
                     f"{getattr(before, name)!r}. An engine keeps its page structure, so all stages must share it."
                 )
-        longest = max(len(stage.top_k_pages) * stage.bin_tokens for stage in (before, after))
-        reads = [sum(stage.budget(length) for length in range(1, longest + 2, 256)) for stage in (before, after)]
-        if before.dense_layers == after.dense_layers and reads[1] >= reads[0]:
+        longest = max(_longest_table(stage) * stage.bin_tokens for stage in (before, after))
+        read = [
+            sum(
+                min(length, stage.budget(length, layer))
+                for length in range(1, longest + stage.bin_tokens, min(before.bin_tokens, after.bin_tokens) // 2)
+                for layer in range(num_layers)
+            )
+            for stage in (before, after)
+        ]
+        if read[1] >= read[0]:
             raise ValueError(
-                f"Stage {index} keeps as much as the schedule before it ({after.top_k_pages} after "
+                f"Stage {index} reads no less than the schedule before it ({after.top_k_pages} after "
                 f"{before.top_k_pages} top-k pages). Stages go from lenient to cheap."
             )
-    return stages
+
+
+def _longest_table(schedule: SparsityScheduleConfig) -> int:
+    """Bins of the longest of a schedule's tables."""
+    return max(len(table) for table in (schedule.top_k_pages, *(schedule.layer_top_k_pages or {}).values()))
+
+
+def save_tensors(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` (`dict`) to `path` (`pathlib.Path`) with [`torch.save`], all of it or nothing."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_atomically(path, buffer.getvalue())
 
 
 def _text(tail: float | None) -> str:

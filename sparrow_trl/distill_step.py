@@ -8,6 +8,7 @@ hidden states tile by tile.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -104,7 +105,7 @@ class AdapterTrainer:
             Makes the context that forward passes run in.
 
     Raises:
-        ValueError: for a model that makes logits otherwise than by its head's weights.
+        ValueError: for a model that makes logits otherwise than by its head's weights, and one in float16.
     """
 
     def __init__(
@@ -126,6 +127,11 @@ class AdapterTrainer:
         self.temperature = temperature
         self.clip = clip
         self._autocast = autocast
+        if model.dtype == torch.float16:
+            raise ValueError(
+                "The model is in float16, in which the adapter's gradients would underflow. Load it in bfloat16 or "
+                "float32."
+            )
         self._check_head()
         self.optimizer = torch.optim.AdamW(
             adapter.parameters, lr=config.learning_rate, weight_decay=config.weight_decay
@@ -167,19 +173,13 @@ class AdapterTrainer:
         with frozen(self.model), _student_mode(self.model):
             for part in parts:
                 sums += self._backward(part, schedule, tokens)
-        gradients = [parameter.grad for parameter in self.adapter.parameters if parameter.grad is not None]
-        if dist.is_available() and dist.is_initialized():
-            for parameter in self.adapter.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = [parameter.grad for parameter in self.adapter.parameters]
-            flat = _summed(torch.cat([gradient.ravel() for gradient in gradients]))
-            for gradient, value in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
-                gradient.copy_(value.view_as(gradient))
-        norm = torch.nn.utils.clip_grad_norm_(self.adapter.parameters, self.config.max_grad_norm).item()
+        self._sum_gradients()
+        # As in transformers, 0 is no limit.
+        limit = self.config.max_grad_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.adapter.parameters, limit).item()
         kl, policy_loss = (_summed(sums) / tokens).tolist()
         learning_rate = self.lr_scheduler.get_last_lr()[0]
-        if norm == norm and norm != float("inf"):
+        if math.isfinite(norm):
             self.optimizer.step()
         else:
             logger.warning("The gradient of the rollout adapter is not finite; this step of it is left out.")
@@ -193,6 +193,18 @@ class AdapterTrainer:
             "learning_rate": learning_rate,
             "tokens": tokens,
         }
+
+    def _sum_gradients(self) -> None:
+        """Sum the adapter's gradients over the processes, of which some may have had no tokens."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        for parameter in self.adapter.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self.adapter.parameters]
+        flat = _summed(torch.cat([gradient.ravel() for gradient in gradients]))
+        for gradient, value in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
+            gradient.copy_(value.view_as(gradient))
 
     def state_dict(self) -> dict[str, Any]:
         """State of the optimizer and of the learning rate's schedule."""

@@ -3,9 +3,9 @@ DistillSparse without RL: an adapter for the rollouts of a model, distilled on g
 """
 
 import hashlib
-import io
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,9 +16,16 @@ from torch import nn
 from tqdm import tqdm
 
 from .acceptance import BinStatistics
-from .acceptance_sweep import TokenSequence, causal_lm_of, process_rank, weights_fingerprint
+from .acceptance_sweep import (
+    TokenSequence,
+    causal_lm_of,
+    check_sequences,
+    check_sparse_layers,
+    process_rank,
+    weights_fingerprint,
+)
 from .calibration import measure_schedule
-from .distill import STATE_NAME, DistillSparseConfig
+from .distill import DistillSparseConfig, save_tensors
 from .distill_step import AdapterTrainer, Trajectories
 from .json_files import dump_json_object, write_atomically
 from .pictures import save_figure
@@ -27,11 +34,14 @@ from .schedule import SparsityScheduleConfig
 from .tables import Table
 
 
+PROGRESS_NAME = "distill_progress.pt"
 SUMMARY_NAME = "summary.json"
 PICTURE_NAME = "distill_sparse.png"
 
-# Steps between two writings of the progress.
-SAVE_STEPS = 10
+# At least so long lies between two writings of the progress, but for the last.
+SAVE_SECONDS = 30
+# Each step is some 200 bytes of it.
+MAX_SUMMARY_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,10 @@ class DistillResult:
             The adapter.
         schedule ([`SparsityScheduleConfig`]):
             Schedule that it was distilled under.
+        measured (`dict[str, SparsityScheduleConfig]`):
+            Schedules that the tail acceptance was measured under, by name.
         before (`dict[str, list[BinStatistics]]`):
-            By the name of each measured schedule, acceptance per bin of cached length without the adapter.
+            By the name of each of these, acceptance per bin of cached length without the adapter.
         after (`dict[str, list[BinStatistics]]`):
             The same with it.
         steps (`list[dict[str, float]]`):
@@ -56,6 +68,7 @@ class DistillResult:
 
     adapter: RolloutAdapter
     schedule: SparsityScheduleConfig
+    measured: dict[str, SparsityScheduleConfig]
     before: dict[str, list[BinStatistics]]
     after: dict[str, list[BinStatistics]]
     steps: list[dict[str, float]]
@@ -78,7 +91,7 @@ class DistillResult:
         for name, bins in self.before.items():
             for old, new in zip(bins, self.after[name], strict=True):
                 if old.tokens >= self.min_tokens:
-                    last = old.start + self.schedule.bin_tokens - 1
+                    last = old.start + self.measured[name].bin_tokens - 1
                     gain = f"{new.tail - old.tail:+.4f}"
                     cells = [name, f"{old.start:,}-{last:,}", f"{old.tail:.4f}", f"{new.tail:.4f}", gain]
                     table.rows.append([*cells, f"{old.tokens:,}"])
@@ -93,7 +106,10 @@ class DistillResult:
             "bins_after": {name: [asdict(entry) for entry in bins] for name, bins in self.after.items()},
             "num_steps": len(self.steps),
             "tokens": self.tokens,
-            "steps": self.steps,
+            # What is not finite, such as the norm of a gradient that was left out, is no JSON.
+            "steps": [
+                {name: value if math.isfinite(value) else None for name, value in step.items()} for step in self.steps
+            ],
         }
 
     def plot(self):
@@ -106,8 +122,8 @@ class DistillResult:
 
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        half = self.schedule.bin_tokens / 2
         for index, name in enumerate(self.before):
+            half = self.measured[name].bin_tokens / 2
             for bins, style, when in ((self.before[name], "-", "before"), (self.after[name], "--", "after")):
                 shown = [entry for entry in bins if entry.tokens >= self.min_tokens]
                 lengths, tails = [entry.start + half for entry in shown], [entry.tail for entry in shown]
@@ -122,7 +138,7 @@ class DistillResult:
         folder = Path(folder)
         self.adapter.save_pretrained(folder)
         self.schedule.save_pretrained(folder)
-        write_atomically(folder / SUMMARY_NAME, dump_json_object(self.summary(), SUMMARY_NAME))
+        write_atomically(folder / SUMMARY_NAME, dump_json_object(self.summary(), SUMMARY_NAME, MAX_SUMMARY_BYTES))
         save_figure(self.plot(), folder / PICTURE_NAME)
 
 
@@ -201,6 +217,8 @@ def distill(
             f"`sequences` ({len(sequences)}), `sequences_per_step` ({sequences_per_step}) and `num_epochs` "
             f"({num_epochs}) must each be at least 1."
         )
+    check_sequences(model, {f"`sequences[{index}]`": sequence for index, sequence in enumerate(sequences)})
+    check_sparse_layers(model, schedule)
     report = report or (lambda text: None)
     measured = {"schedule": schedule} if measured is None else dict(measured)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
@@ -213,7 +231,7 @@ def distill(
     progress_file = None
     if output_dir is not None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        progress_file = Path(output_dir) / STATE_NAME
+        progress_file = Path(output_dir) / PROGRESS_NAME
         steps = _resume(progress_file, identity, adapter, trainer)
         if steps:
             report(f"Going on after step {len(steps)} of {len(order)}.")
@@ -230,15 +248,21 @@ def distill(
     with tqdm(
         total=len(order), initial=len(steps), desc="Distilling", unit="step", disable=None if rank == 0 else True
     ) as bar:
+        written = time.monotonic()
         for indices in order[len(steps) :]:
             own = [_trajectory(sequences[index], model.device) for index in indices[rank::num_processes]]
-            steps.append(trainer.step(own, schedule))
+            # Dropout is the same whether the run was interrupted or not.
+            with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+                torch.manual_seed(seed + len(steps))
+                steps.append(trainer.step(own, schedule))
             bar.update()
             bar.set_postfix(kl=f"{steps[-1].get('kl', math.nan):.4f}")
-            if progress_file is not None and rank == 0 and (len(steps) % SAVE_STEPS == 0 or len(steps) == len(order)):
+            due = time.monotonic() - written >= SAVE_SECONDS or len(steps) == len(order)
+            if progress_file is not None and rank == 0 and due:
                 _save(progress_file, identity, adapter, trainer, steps)
+                written = time.monotonic()
     report("Measuring with the adapter.")
-    result = DistillResult(adapter, schedule, before, measure(adapter), steps, min_tokens)
+    result = DistillResult(adapter, schedule, measured, before, measure(adapter), steps, min_tokens)
     if output_dir is not None and rank == 0:
         result.save(output_dir)
     return result
@@ -274,9 +298,7 @@ def _identity(model, adapter, sequences, schedule, config, order, temperature) -
 
 def _save(path: Path, identity, adapter: RolloutAdapter, trainer: AdapterTrainer, steps: list[dict[str, float]]):
     state = {"identity": identity, "adapter": adapter.state_dict(), "trainer": trainer.state_dict(), "steps": steps}
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    write_atomically(path, buffer.getvalue())
+    save_tensors(path, state)
 
 
 def _resume(path: Path, identity, adapter: RolloutAdapter, trainer: AdapterTrainer) -> list[dict[str, float]]:

@@ -283,6 +283,8 @@ class SparseVLLMGeneration(VLLMGeneration):
             it must give the same rows on every rank.
         probes (`list[RolloutProbe]`): Probes of the last batch.
         counters ([`vllm_backend.DecodeCounters`]): What the attention layers read for the last batch.
+        adapter ([`~sparrow_trl.rollout_adapter.RolloutAdapter`], *optional*):
+            Adapter of the sparse rollouts; dense ones go without. Assign one to use it from the next rollout on.
     """
 
     def __init__(
@@ -305,8 +307,9 @@ class SparseVLLMGeneration(VLLMGeneration):
         self.probes = []
         self._num_syncs = 0
         self._weights_unchecked = False
-        self._adapter = None
-        self._adapter_sent = False
+        # Adapter of the sparse rollouts, and the one that the engine's weights have.
+        self.adapter = None
+        self._sent_adapter = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -321,14 +324,9 @@ class SparseVLLMGeneration(VLLMGeneration):
         self.llm.reset_prefix_cache()  # cached keys of generated tokens depend on the schedule they were made with
 
     @property
-    def adapter(self) -> "RolloutAdapter | None":
-        """[`~sparrow_trl.rollout_adapter.RolloutAdapter`]: Adapter of the sparse rollouts; dense ones go without."""
-        return self._adapter
-
-    @adapter.setter
-    def adapter(self, adapter: "RolloutAdapter | None"):
-        self._adapter = adapter
-        self._adapter_sent = False
+    def _wanted_adapter(self) -> "RolloutAdapter | None":
+        """Adapter that the engine's weights must have for the next rollouts."""
+        return None if self.state.dense else self.adapter
 
     @contextmanager
     def dense_rollouts(self):
@@ -402,7 +400,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         """
         if images is not None:
             raise ValueError("Sparse rollouts do not support images in the prompts.")
-        if self._adapter is not None and self._adapter_sent == self.state.dense:
+        if self._sent_adapter is not self._wanted_adapter:
             self.sync_weights()
         self.llm.probe_rows = self.probe_rows or RolloutLLM.probe_rows
         # A prompt that continues an earlier completion would find the keys of sparse tokens, and prompts are dense.
@@ -429,8 +427,9 @@ class SparseVLLMGeneration(VLLMGeneration):
     def _iter_named_params(self):
         """The policy's parameters, adapters merged in float32 copies so that no weight of it is ever rounded."""
         if not is_peft_model(self.model):
+            adapter = self._wanted_adapter
             for name, param in super()._iter_named_params():
-                yield name, param if self._adapter is None or self.state.dense else self._adapter.merged(name, param)
+                yield name, param if adapter is None else adapter.merged(name, param)
             return
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -462,7 +461,7 @@ class SparseVLLMGeneration(VLLMGeneration):
             super().sync_weights()
         self._num_syncs += 1
         self._weights_unchecked = True
-        self._adapter_sent = self._adapter is not None and not self.state.dense
+        self._sent_adapter = self._wanted_adapter
 
     def _check_weights_if_due(self, prompts: list[dict]) -> None:
         interval = self.weight_sync_check_interval
@@ -498,7 +497,7 @@ class SparseVLLMGeneration(VLLMGeneration):
             for ids, output in zip(prompts, outputs, strict=True):
                 input_ids = torch.tensor([ids], device=self.accelerator.device)
                 # Prompts are dense on both sides, but the engine has the adapter in its weights.
-                adapter = self._adapter.active() if self._adapter_sent else nullcontext()
+                adapter = nullcontext() if self._sent_adapter is None else self._sent_adapter.active()
                 with self.accelerator.autocast(), adapter:
                     logits = self.model(input_ids=input_ids, use_cache=False).logits[0, :-1]
                 policy = logits.float().log_softmax(-1).gather(-1, input_ids[0, 1:, None]).squeeze(-1)

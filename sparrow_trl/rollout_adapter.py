@@ -49,6 +49,9 @@ _PLAIN_LORA = {
     "velora_config": None,
 }
 
+# What the weights of an adapter are multiplied by.
+_SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+
 # Other ways to initialize take the base weights apart.
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
@@ -226,15 +229,45 @@ class RolloutAdapter:
         for name, value in state.items():
             own[name].copy_(value)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a PEFT adapter, `adapter_model.safetensors` and `adapter_config.json`, to `folder`."""
+    def save_pretrained(self, folder: str | Path, *, base_model: str | Path | None = None) -> None:
+        """
+        Write a PEFT adapter, `adapter_model.safetensors` and `adapter_config.json`.
+
+        Args:
+            folder (`str` or `pathlib.Path`):
+                Folder to write to.
+            base_model (`str` or `pathlib.Path`, *optional*):
+                Name or folder of the model that the adapter is for, where that has been trained since it was loaded.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = copy.deepcopy(self.config)
         config.inference_mode = True
+        if base_model is not None:
+            config.base_model_name_or_path = str(base_model)
         state = {name: value.cpu().contiguous() for name, value in self.state_dict().items()}
         write_atomically(folder / SAFETENSORS_WEIGHTS_NAME, save(state, metadata={"format": "pt"}))
         config.save_pretrained(str(folder))
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """
+        Take over the weights of a PEFT adapter of the same form.
+
+        Args:
+            folder (`str` or `pathlib.Path`):
+                Local folder, or an id on the Hub.
+
+        Raises:
+            ValueError: when it adds something else to the model, by its shapes or its scale. Nothing has changed then.
+        """
+        saved = LoraConfig.from_pretrained(str(folder))
+        for name in _SCALE:
+            if getattr(saved, name) != getattr(self.config, name):
+                raise ValueError(
+                    f"The adapter in {str(folder)!r} has {name}={getattr(saved, name)!r}, but {name}="
+                    f"{getattr(self.config, name)!r} is given now. Give the same to go on with it."
+                )
+        self.load_state_dict(load_peft_weights(str(folder), device="cpu"), source=str(folder))
 
     @classmethod
     def from_pretrained(cls, model: PreTrainedModel, folder: str | Path) -> "RolloutAdapter":

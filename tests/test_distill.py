@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from sparrow_trl import (
     SparseRolloutGRPOTrainer,
     SparsityScheduleConfig,
 )
-from sparrow_trl.distill import ADAPTER_FOLDER, STATE_NAME
+from sparrow_trl.distill import ADAPTER_FOLDER, STATE_NAME, _check_stages
 from sparrow_trl.rollout import swapped
 from sparrow_trl.schedule import SCHEDULE_NAME
 
@@ -113,6 +115,16 @@ def test_the_engine_has_the_adapter_in_sparse_rollouts_alone(generation):
         assert all(abs(engine[row] - dense[row]).max() < FLOAT32_TOLERANCE for row in range(len(PROMPTS)))
 
 
+def test_another_adapter_or_none_is_sent_before_the_next_rollout(generation):
+    model = generation.model
+    for seed in (0, 1, None):
+        generation.adapter = None if seed is None else make_adapter(model, seed=seed)
+        completions, engine = roll_out(generation, PROMPTS)
+        with nullcontext() if seed is None else generation.adapter.active():
+            student = policy_logprobs(model, SCHEDULE, PROMPTS, completions)
+        assert all(abs(engine[row] - student[row]).max() < FLOAT32_TOLERANCE for row in range(len(PROMPTS)))
+
+
 def test_weights_that_arrive_without_the_adapter_stop_training(generation):
     generation.adapter = make_adapter(generation.model)
     with (
@@ -126,9 +138,7 @@ def test_a_hundred_synchronisations_change_no_weight(generation):
     weights = {name: value.clone() for name, value in generation.model.state_dict().items()}
     generation.adapter = make_adapter(generation.model)
     for _ in range(100):
-        for _ in generation._iter_named_params():
-            pass
-    generation.sync_weights()
+        generation.sync_weights()
     assert generation.check_weights(PROMPTS) < 1e-4
     assert all(torch.equal(value, weights[name]) for name, value in generation.model.state_dict().items())
 
@@ -243,6 +253,8 @@ def _with_fused_head(trainer, model):
         ({"teacher": "old"}, "log-probs of the sampled tokens alone"),
         ({"teacher": "older"}, "teacher='older'"),
         ({"kl_weight": 0, "ppo_weight": 0}, "would learn nothing"),
+        ({"lr_scheduler_type": "no_such_schedule"}, "no_such_schedule"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "it needs evaluations"),
         ({"learning_rate": -1}, "learning_rate must be a number of at least 0, but it is -1"),
         ({"stage_patience": 0}, "stage_patience must be an integer of at least 1"),
         ({"target_acceptance": 1.5}, "target_acceptance must be a number between 0 and 1"),
@@ -267,12 +279,19 @@ class NoEngine:
         self.schedule = schedule
         self.adapter = None
 
+    def set_schedule(self, schedule):
+        self.schedule = schedule
+
 
 @pytest.mark.parametrize(
     ("callback", "settings", "message"),
     [
         ({"lora": LoraConfig(target_modules=["nothing"])}, {}, "nothing"),
-        ({"stages": [SCHEDULE]}, {}, "keeps as much"),
+        ({"stages": [SCHEDULE]}, {}, "reads no less"),
+        ({"stages": [replace(SCHEDULE, dense_layers=[0, 9], top_k_pages=[0])]}, {}, "layers 9"),
+        ({"stages": [replace(CHEAPER, dense_layers=[0, 1, 2])]}, {}, "reads no less"),
+        ({"divergence": "k3", "teacher": "old"}, {"vllm_importance_sampling_correction": False}, "teacher='old'"),
+        ({}, {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}, "load_best_model"),
         ({"stages": [SparsityScheduleConfig(top_k_pages=[0], page_size=32, bin_tokens=64)]}, {}, "page_size=32"),
         ({}, {"fp16": True}, "fp16=True"),
         (
@@ -282,7 +301,7 @@ class NoEngine:
         ),
         ({}, {"peft": True}, "PEFT adapters of its own"),
     ],
-    ids=["targets", "stage", "page", "fp16", "reentrant", "peft"],
+    ids=["targets", "stage", "layer", "dearer", "teacher", "best", "page", "fp16", "reentrant", "peft"],
 )
 def test_what_cannot_work_is_refused_at_the_start(tiny_qwen3, tmp_path, monkeypatch, callback, settings, message):
     from sparrow_trl import trainer as trainer_module
@@ -305,9 +324,70 @@ def test_what_cannot_work_is_refused_at_the_start(tiny_qwen3, tmp_path, monkeypa
             config,
             trainer_class=SparseRolloutGRPOTrainer,
             schedule=SCHEDULE,
+            eval_dataset=make_dataset(1),
             callbacks=[make_callback(**callback)],
             **kwargs,
         )
+
+
+def test_stages_may_differ_in_tables_of_layers_alone():
+    by_layer = replace(SCHEDULE, layer_top_k_pages={"2-3": [1]})
+    _check_stages([SCHEDULE, by_layer, replace(SCHEDULE, layer_top_k_pages={"1-3": [1]})], num_layers=4)
+    with pytest.raises(ValueError, match="Stage 2 reads no less"):
+        _check_stages([SCHEDULE, by_layer, SCHEDULE], num_layers=4)
+
+
+def test_two_callbacks_are_refused(tiny_qwen3, tmp_path, monkeypatch):
+    from sparrow_trl import trainer as trainer_module
+
+    monkeypatch.setattr(trainer_module, "SparseVLLMGeneration", NoEngine)
+    with pytest.raises(ValueError, match="two DistillSparseCallbacks"):
+        make_trainer(
+            tiny_qwen3,
+            make_config(tmp_path),
+            trainer_class=SparseRolloutGRPOTrainer,
+            schedule=SCHEDULE,
+            callbacks=[make_callback(), make_callback()],
+        )
+    with pytest.raises(ValueError, match="brings its own LoRA"):
+        DistillSparseCallback(DistillSparseConfig(lora=LoraConfig()), adapter="folder")
+
+
+def test_other_stages_do_not_go_on_from_a_checkpoint(run, tiny_qwen3, tmp_path, monkeypatch):
+    from sparrow_trl import trainer as trainer_module
+
+    monkeypatch.setattr(trainer_module, "SparseVLLMGeneration", NoEngine)
+    checkpoint = str(Path(run.args.output_dir, "checkpoint-1"))
+    for kwargs, message in (
+        ({"stages": [CHEAPEST]}, "other stages: 3 schedules, of which 2"),
+        ({"stages": [CHEAPER, CHEAPEST], "lora": LoraConfig(r=4, lora_alpha=16)}, "lora_alpha=8, but lora_alpha=16"),
+    ):
+        trainer = make_trainer(
+            tiny_qwen3,
+            make_config(tmp_path, max_steps=2),
+            trainer_class=SparseRolloutGRPOTrainer,
+            schedule=SCHEDULE,
+            callbacks=[make_callback(**kwargs)],
+        )
+        with pytest.raises(ValueError, match=message):
+            trainer.train(resume_from_checkpoint=checkpoint)
+
+
+def test_without_stages_the_checkpoints_schedule_stays(run, tiny_qwen3, tmp_path, monkeypatch):
+    from sparrow_trl import trainer as trainer_module
+
+    monkeypatch.setattr(trainer_module, "SparseVLLMGeneration", NoEngine)
+    trainer = make_trainer(
+        tiny_qwen3,
+        make_config(tmp_path, max_steps=2),
+        trainer_class=SparseRolloutGRPOTrainer,
+        schedule=SCHEDULE,
+        callbacks=[make_callback()],
+    )
+    monkeypatch.setattr(trainer, "training_step", lambda *args, **kwargs: pytest.fail("enough"))
+    with pytest.raises(pytest.fail.Exception, match="enough"):
+        trainer.train(resume_from_checkpoint=str(Path(run.args.output_dir, "checkpoint-1")))
+    assert trainer.schedule == CHEAPER
 
 
 def test_a_plain_grpo_trainer_is_refused(tiny_qwen3, tmp_path):
@@ -321,14 +401,14 @@ def test_a_plain_grpo_trainer_is_refused(tiny_qwen3, tmp_path):
         trainer.train()
 
 
-def test_an_adapter_to_begin_with(run, tiny_qwen3, tmp_path, monkeypatch):
+def test_an_adapter_to_begin_with(run, tmp_path, monkeypatch):
     from sparrow_trl import trainer as trainer_module
 
     monkeypatch.setattr(trainer_module, "SparseVLLMGeneration", NoEngine)
-    folder = Path(run.args.output_dir) / ADAPTER_FOLDER
-    callback = DistillSparseCallback(adapter=folder)
+    checkpoint = Path(run.args.output_dir) / "checkpoint-3"
+    callback = DistillSparseCallback(adapter=checkpoint / ADAPTER_FOLDER)
     make_trainer(
-        tiny_qwen3,
+        str(checkpoint),
         make_config(tmp_path),
         trainer_class=SparseRolloutGRPOTrainer,
         schedule=SCHEDULE,

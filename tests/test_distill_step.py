@@ -226,6 +226,13 @@ def test_steps_bring_the_student_to_the_teacher(model, trajectories):
     assert divergences[-1] < 0.6 * divergences[0]
 
 
+def test_a_norm_of_0_does_not_clip(model, trajectories):
+    adapter = make_adapter(model)
+    before = [parameter.clone() for parameter in adapter.parameters]
+    make_adapter_trainer(model, adapter, max_grad_norm=0).step([trajectories], SCHEDULE)
+    assert all((parameter != old).any() for parameter, old in zip(adapter.parameters, before, strict=True))
+
+
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(model, trajectories):
     def run(steps, adapter, trainer):
         for _ in range(steps):

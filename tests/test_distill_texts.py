@@ -12,8 +12,7 @@ from sparrow_trl import DistillSparseConfig, SparsityScheduleConfig, distill_tex
 from sparrow_trl.acceptance_sweep import TokenSequence
 from sparrow_trl.calibration import measure_schedule
 from sparrow_trl.cli import main
-from sparrow_trl.distill import STATE_NAME
-from sparrow_trl.distill_texts import PICTURE_NAME, SUMMARY_NAME, distill
+from sparrow_trl.distill_texts import PICTURE_NAME, PROGRESS_NAME, SUMMARY_NAME, distill
 from sparrow_trl.schedule import SCHEDULE_NAME
 
 
@@ -63,8 +62,9 @@ def test_tails_rise_and_are_what_they_are_said_to_be(model, tmp_path):
 
 
 def test_an_interrupted_run_gives_the_same_adapter(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(CONFIG.lora, "lora_dropout", 0.3)
     expected = run(model, num_epochs=2).adapter.state_dict()
-    monkeypatch.setattr(distill_texts, "SAVE_STEPS", 3)
+    monkeypatch.setattr(distill_texts, "SAVE_SECONDS", 0)
     step, calls = distill_texts.AdapterTrainer.step, []
 
     def interrupted(self, *args):
@@ -79,7 +79,7 @@ def test_an_interrupted_run_gives_the_same_adapter(model, tmp_path, monkeypatch)
             run(model, tmp_path, num_epochs=2)
     told = []
     result = run(model, tmp_path, num_epochs=2, report=told.append)
-    assert told[0] == "Going on after step 3 of 8." and len(result.steps) == 8
+    assert told[0] == "Going on after step 5 of 8." and len(result.steps) == 8
     assert all(torch.equal(value, expected[name]) for name, value in result.adapter.state_dict().items())
     # Once more: nothing is left to do.
     again = run(model, tmp_path, num_epochs=2)
@@ -88,7 +88,7 @@ def test_an_interrupted_run_gives_the_same_adapter(model, tmp_path, monkeypatch)
 
 def test_progress_of_another_distillation_is_refused(model, tmp_path):
     run(model, tmp_path)
-    assert (tmp_path / STATE_NAME).is_file()
+    assert (tmp_path / PROGRESS_NAME).is_file()
     for kwargs, part in (
         ({"temperature": 0.5}, "temperature"),
         ({"num_epochs": 2}, "order"),
@@ -98,6 +98,44 @@ def test_progress_of_another_distillation_is_refused(model, tmp_path):
             run(model, tmp_path, **kwargs)
     with pytest.raises(ValueError, match="weights"):
         run(tiny_model("qwen3", seed=1).eval(), tmp_path)
+
+
+def test_a_step_that_was_left_out_is_no_reason_to_lose_the_results(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(torch.inf))
+    result = run(model, tmp_path)
+    assert result.steps[0]["grad_norm"] == torch.inf
+    summary = json.loads((tmp_path / SUMMARY_NAME).read_text())
+    assert summary["steps"][0]["grad_norm"] is None and summary["steps"][0]["kl"] > 0
+
+
+def test_bins_are_those_of_each_measured_schedule(model):
+    wide = replace(SCHEDULE, bin_tokens=128)
+    rows = run(model, measured={"narrow": SCHEDULE, "wide": wide}).table().rows
+    assert [row[:2] for row in rows] == [["narrow", "0-63"], ["narrow", "64-127"], ["narrow", "128-191"]] + [
+        ["wide", "0-127"],
+        ["wide", "128-255"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "schedule", "message"),
+    [
+        ([TokenSequence([5, 6, 7], 0)], SCHEDULE, "sequences\\[0\\].*prompt of 0 tokens"),
+        ([TokenSequence([5, 6, 999], 1)], SCHEDULE, "token ids outside"),
+        ([TokenSequence([5] * 3000, 1)], SCHEDULE, "3000 tokens, but the model has 2048 positions"),
+        (SEQUENCES, SparsityScheduleConfig.dense(), "nothing is sparse"),
+        (SEQUENCES, replace(SCHEDULE, dense_layers=[9]), "layer 9"),
+    ],
+    ids=["prompt", "token", "length", "dense", "layer"],
+)
+def test_sequences_and_schedules_that_do_not_suit_are_refused(model, sequences, schedule, message):
+    with pytest.raises(ValueError, match=message):
+        distill(model, sequences, schedule)
+
+
+def test_float16_is_refused(model):
+    with pytest.raises(ValueError, match="float16"):
+        distill(model.half(), SEQUENCES, SCHEDULE)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +173,7 @@ def test_the_command(tmp_path, capsys):
 
     assert main([*command, "--held_out", "9", "--prompt_tokens", "20"]) == 1
     assert "none beyond the 9 of --held_out" in capsys.readouterr().err
+    assert main([*command, "--prompt_tokens", "0"]) == 1
+    assert "--prompt_tokens must be between 1" in capsys.readouterr().err
     assert main([*command, "--sequences", "x"]) == 1
     assert "Give either --texts or --sequences" in capsys.readouterr().err

@@ -157,6 +157,26 @@ def test_an_adapter_of_another_model_is_refused(model, tmp_path):
         RolloutAdapter.from_pretrained(narrow, tmp_path / "qwen3")
 
 
+def test_the_base_model_can_be_another_folder(model, tmp_path):
+    model.name_or_path = "somewhere/base"
+    adapter = make_adapter(model)
+    adapter.save_pretrained(tmp_path / "adapter", base_model="runs/trained")
+    model.name_or_path = "elsewhere/trained"
+    RolloutAdapter.from_pretrained(model, tmp_path / "adapter")
+
+
+def test_weights_are_taken_over_from_an_adapter_of_the_same_scale_alone(model, tmp_path):
+    adapter, other = make_adapter(model), make_adapter(model, seed=1)
+    other.save_pretrained(tmp_path / "same")
+    make_adapter(model, seed=2, use_rslora=True).save_pretrained(tmp_path / "scaled")
+    before = {name: value.clone() for name, value in adapter.state_dict().items()}
+    with pytest.raises(ValueError, match="use_rslora=True, but use_rslora=False"):
+        adapter.load_pretrained(tmp_path / "scaled")
+    assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
+    adapter.load_pretrained(tmp_path / "same")
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in adapter.state_dict().items())
+
+
 def test_a_state_that_does_not_fit_changes_nothing(model):
     adapter, other = make_adapter(model), make_adapter(model, seed=1)
     before = {name: value.clone() for name, value in adapter.state_dict().items()}
