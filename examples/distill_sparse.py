@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list
-from grpo_sparse import TINY_REASONER, SparseRolloutScriptArguments, load_math_problems
+from grpo_sparse import TINY_REASONER, SparseRolloutScriptArguments, greedy_rewards, load_math_problems
 from peft import LoraConfig
 from tiny_reasoner import task
 from trl import ModelConfig, TrlParser
@@ -142,6 +142,11 @@ def print_summary(summary: dict, output_dir: str) -> None:
         cells = (summary[key][name] for key in ("tail_before", "tail_after", "tail_after_without_adapter"))
         before, after, without = ("-" if tail is None else f"{tail:.4f}" for tail in cells)
         print(f"{name[-30:]:30s} {before:>8s} {after:>8s} {without:>24s}")
+    if "accuracy_after" in summary:
+        print(
+            f"Greedy dense accuracy on held-out tasks: {summary['accuracy_before']:.1%} before, "
+            f"{summary['accuracy_after']:.1%} after"
+        )
     print(
         f"{summary['steps']} steps, now at stage {summary['stage']}. The LoRA's part of a training step: "
         f"{summary['distill_share']:.0%}. Everything took {summary['seconds']:.0f} s. Policy, distill_sparse/ (the "
@@ -164,9 +169,11 @@ class StepTimes:
 
 def main(script_args, training_args, model_args):
     started = time.time()
-    if script_args.dataset_name == "tiny_reasoner":
+    on_tiny_reasoner = script_args.dataset_name == "tiny_reasoner"
+    if on_tiny_reasoner:
         train_dataset = task.make_dataset("train", script_args.num_train_tasks, seed=training_args.seed)
-        held_out = task.make_dataset("test", script_args.num_measured, seed=0)["prompt"]
+        eval_tasks = task.make_dataset("test", script_args.num_eval_tasks, seed=0)
+        held_out = eval_tasks[: script_args.num_measured]["prompt"]
         reward = task.accuracy_reward
     else:
         dataset = load_math_problems(script_args)
@@ -201,6 +208,9 @@ def main(script_args, training_args, model_args):
     )
     print(f"Measuring the tail acceptance at {len(schedules)} schedules")
     before = measure_tails(trainer, dense_completions(trainer, held_out), schedules)
+    accuracy = {}
+    if on_tiny_reasoner:
+        accuracy["accuracy_before"] = greedy_rewards(trainer, eval_tasks).mean()
     print("Training on sparse rollouts")
     training = time.time()
     trainer.train()
@@ -210,6 +220,8 @@ def main(script_args, training_args, model_args):
     sequences = dense_completions(trainer, held_out)
     after = measure_tails(trainer, sequences, schedules, distill.adapter)
     without = measure_tails(trainer, sequences, schedules)
+    if on_tiny_reasoner:
+        accuracy["accuracy_after"] = greedy_rewards(trainer, eval_tasks).mean()
     if trainer.accelerator.is_main_process:
         history = trainer.state.log_history
         summary = {
@@ -221,6 +233,7 @@ def main(script_args, training_args, model_args):
                     ("tail_after_without_adapter", without),
                 )
             },
+            **accuracy,
             "bins_before": before,
             "bins_after": after,
             "bins_after_without_adapter": without,

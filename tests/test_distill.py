@@ -21,10 +21,13 @@ from tiny_models import tiny_model
 from tiny_training import make_config, make_dataset, share_of_small_letters
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from sparrow_trl import (
     DistillSparseCallback,
     DistillSparseConfig,
+    RolloutAdapter,
     SparseRolloutGRPOTrainer,
     SparsityScheduleConfig,
 )
@@ -200,6 +203,37 @@ def test_the_adapter_that_is_saved_is_pefts(run):
         peft_model = PeftModel.from_pretrained(base, folder / ADAPTER_FOLDER).eval()
         assert torch.equal(peft_model(input_ids=input_ids).logits, expected)
     run.model.train()
+
+
+def test_vllm_loads_the_adapter_as_a_lora(run, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    checkpoint = Path(run.args.output_dir) / "checkpoint-3"
+    llm = LLM(
+        str(checkpoint),
+        enable_lora=True,
+        max_lora_rank=8,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_memory_bytes=2**26,
+    )
+    (output,) = llm.generate(
+        [{"prompt_token_ids": PROMPTS[2]}],
+        SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0),
+        lora_request=LoRARequest("distill_sparse", 1, str(checkpoint / ADAPTER_FOLDER)),
+    )
+    engine = torch.tensor([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    adapter = RolloutAdapter.from_pretrained(model, checkpoint / ADAPTER_FOLDER)
+    ids = torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        bare = model(input_ids=ids).logits
+        with adapter.active():
+            student = model(input_ids=ids).logits
+    bare, student = (
+        logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1) for logits in (bare, student)
+    )
+    assert (engine - student).abs().max() < FLOAT32_TOLERANCE < 1e-2 < (engine - bare).abs().max()
 
 
 def test_training_goes_on_from_a_checkpoint(run, tiny_qwen3, tmp_path):
