@@ -85,13 +85,8 @@ class TailAcceptanceCallback(TrainerCallback):
         tracker = self.tracker
         if state.global_step == 0 or not state.is_world_process_zero:
             return
-        # The folder given to `train(resume_from_checkpoint=...)` reaches no callback; the trainer keeps it.
-        candidates = [
-            getattr(self._trainer, "resume_checkpoint", None),
-            args.resume_from_checkpoint,
-            _checkpoint_folder(args, state),
-        ]
-        folders = [Path(folder) for folder in candidates if folder and (Path(folder) / STATISTICS_NAME).is_file()]
+        candidates = resumed_checkpoints(self._trainer, args, state)
+        folders = [folder for folder in candidates if (folder / STATISTICS_NAME).is_file()]
         if not folders:
             logger.warning(
                 f"No {STATISTICS_NAME} found for the checkpoint of step {state.global_step}: the acceptance report "
@@ -108,7 +103,7 @@ class TailAcceptanceCallback(TrainerCallback):
             tracker.reset()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        folder = _checkpoint_folder(args, state)
+        folder = checkpoint_folder(args, state)
         # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
         if not state.is_world_process_zero or not folder.is_dir():
             return
@@ -133,5 +128,30 @@ class TailAcceptanceCallback(TrainerCallback):
         save_figure(figure, folder / PICTURE_NAME)
 
 
-def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """
+    Folder of the checkpoint of a step.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]): Arguments of the training.
+        state ([`~transformers.TrainerState`]): Its state, which says the step.
+    """
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def resumed_checkpoints(trainer, args: TrainingArguments, state: TrainerState) -> list[Path]:
+    """
+    Folders that training may have been resumed from, the likeliest first.
+
+    Args:
+        trainer ([`SparseRolloutGRPOTrainer`]): The trainer.
+        args ([`~transformers.TrainingArguments`]): Its arguments.
+        state ([`~transformers.TrainerState`]): Its state.
+    """
+    # The folder given to `train(resume_from_checkpoint=...)` reaches no callback; the trainer keeps it.
+    folders = [
+        getattr(trainer, "resume_checkpoint", None),
+        args.resume_from_checkpoint,
+        checkpoint_folder(args, state),
+    ]
+    return [Path(folder) for folder in folders if folder]

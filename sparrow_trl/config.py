@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
 
+from .number_checks import check_numbers
 from .versions import check_version
 
 
@@ -191,21 +192,18 @@ class SparseRolloutGRPOConfig(GRPOConfig):
                 f"{self.vllm_engine_kwargs!r}."
             )
         self._check_sampling()
-        for name, kind, lowest, highest in (
-            ("vllm_block_size", Integral, 1, inf),
-            ("acceptance_probe_fraction", Real, 0, 1),
-            ("acceptance_probe_interval", Integral, 1, inf),
-            ("acceptance_top_k", Integral, 1, inf),
-            ("acceptance_min_tokens", Integral, 1, inf),
-            ("weight_sync_check_interval", Integral, 0, inf),
-        ):
-            value = getattr(self, name)
-            if name == "vllm_block_size" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not lowest <= value <= highest:
-                noun = "an integer" if kind is Integral else "a number"
-                bounds = f"of at least {lowest}" if highest == inf else f"between {lowest} and {highest}"
-                raise ValueError(f"{name} must be {noun} {bounds}, but it is {value!r}.")
+        check_numbers(
+            self,
+            (
+                ("vllm_block_size", Integral, 1, inf),
+                ("acceptance_probe_fraction", Real, 0, 1),
+                ("acceptance_probe_interval", Integral, 1, inf),
+                ("acceptance_top_k", Integral, 1, inf),
+                ("acceptance_min_tokens", Integral, 1, inf),
+                ("weight_sync_check_interval", Integral, 0, inf),
+            ),
+            optional=("vllm_block_size",),
+        )
 
     def _check_sampling(self):
         # Lower positive temperatures would be raised to 0.01 by vLLM, for the sampler alone.

@@ -22,13 +22,14 @@ from transformers import (
     TrainingArguments,
     get_scheduler,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .acceptance import AcceptanceTracker
 from .acceptance_sweep import TokenSequence, evaluating, sequence_acceptance
+from .callbacks import checkpoint_folder, resumed_checkpoints
 from .distill_stages import StageController
 from .distill_step import DIVERGENCES, SAMPLED_DIVERGENCE, AdapterTrainer, Trajectories
 from .json_files import write_atomically
+from .number_checks import check_numbers
 from .rollout_adapter import RolloutAdapter
 from .schedule import SparsityScheduleConfig
 
@@ -129,27 +130,24 @@ class DistillSparseConfig:
                 f"teacher='old' has log-probs of the sampled tokens alone, but divergence={self.divergence!r} needs "
                 f"more. Use divergence={SAMPLED_DIVERGENCE!r}, or teacher='current'."
             )
-        for name, kind, lowest, highest in (
-            ("kl_weight", Real, 0, inf),
-            ("ppo_weight", Real, 0, inf),
-            ("learning_rate", Real, 0, inf),
-            ("weight_decay", Real, 0, inf),
-            ("max_grad_norm", Real, 0, inf),
-            ("warmup_steps", Integral, 0, inf),
-            ("target_acceptance", Real, 0, 1),
-            ("stage_check_interval", Integral, 1, inf),
-            ("stage_patience", Integral, 1, inf),
-            ("stage_margin", Real, 0, 1),
-            ("stage_sequences", Integral, 1, inf),
-            ("stage_min_tokens", Integral, 1, inf),
-        ):
-            value = getattr(self, name)
-            if name == "target_acceptance" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not lowest <= value <= highest:
-                noun = "an integer" if kind is Integral else "a number"
-                bounds = f"of at least {lowest}" if highest == inf else f"between {lowest} and {highest}"
-                raise ValueError(f"{name} must be {noun} {bounds}, but it is {value!r}.")
+        check_numbers(
+            self,
+            (
+                ("kl_weight", Real, 0, inf),
+                ("ppo_weight", Real, 0, inf),
+                ("learning_rate", Real, 0, inf),
+                ("weight_decay", Real, 0, inf),
+                ("max_grad_norm", Real, 0, inf),
+                ("warmup_steps", Integral, 0, inf),
+                ("target_acceptance", Real, 0, 1),
+                ("stage_check_interval", Integral, 1, inf),
+                ("stage_patience", Integral, 1, inf),
+                ("stage_margin", Real, 0, 1),
+                ("stage_sequences", Integral, 1, inf),
+                ("stage_min_tokens", Integral, 1, inf),
+            ),
+            optional=("target_acceptance",),
+        )
         if not self.kl_weight and not self.ppo_weight:
             raise ValueError("kl_weight and ppo_weight are both 0, so the adapter would learn nothing.")
         self._check_lr_scheduler()
@@ -286,7 +284,7 @@ class DistillSparseCallback(TrainerCallback):
             trainer._metrics["train"][f"distill/{name}"].append(value)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        checkpoint = checkpoint_folder(args, state)
         # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
         if not state.is_world_process_zero or not checkpoint.is_dir():
             return
@@ -312,11 +310,7 @@ class DistillSparseCallback(TrainerCallback):
         self._trainer.schedule.save_pretrained(folder)
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        checkpoints = [
-            self._trainer.resume_checkpoint,
-            Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}",
-        ]
-        folders = [Path(checkpoint) / ADAPTER_FOLDER for checkpoint in checkpoints if checkpoint]
+        folders = [folder / ADAPTER_FOLDER for folder in resumed_checkpoints(self._trainer, args, state)]
         folder = next((folder for folder in folders if (folder / STATE_NAME).is_file()), None)
         if folder is None:
             logger.warning(
