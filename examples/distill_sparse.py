@@ -49,6 +49,7 @@ from sparrow_trl import (
 )
 from sparrow_trl.acceptance_sweep import TokenSequence
 from sparrow_trl.calibration import measure_schedule
+from sparrow_trl.sequence_generation import encode_prompts
 
 
 # A bin of cached length needs so many tokens before its tail counts.
@@ -108,14 +109,7 @@ class DistillScriptArguments(SparseRolloutScriptArguments):
 def dense_completions(trainer, prompts) -> list[TokenSequence]:
     """A completion of each prompt by the policy with dense attention, at the training's temperature."""
     generation = trainer.vllm_generation
-    tokenizer = trainer.processing_class
-    if isinstance(prompts[0], str):
-        prompt_ids = tokenizer(list(prompts))["input_ids"]
-    else:
-        prompt_ids = [
-            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-            for prompt in prompts
-        ]
+    prompt_ids = encode_prompts(trainer.processing_class, prompts)
     with generation.dense_rollouts():
         generation.sync_weights()
         _, completion_ids, _, _ = generation.generate(prompt_ids, None, num_generations=1)

@@ -1,12 +1,11 @@
 """`sparrow-trl distill`: arguments, the model and the texts; [`distill_texts`] does the work."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from peft import LoraConfig
 
 from .acceptance_sweep import process_rank
-from .cli_search import DTYPES, cut_texts, load_sequences, load_texts, parse_arguments, print_lines
+from .cli_search import check_sources, parse_arguments, print_lines, read_sequences
 from .distill import DistillSparseConfig
 from .distill_texts import distill
 from .schedule import SparsityScheduleConfig
@@ -77,20 +76,12 @@ class DistillArguments:
     seed: int = field(default=0, metadata={"help": "Seed."})
 
     def __post_init__(self):
-        if (self.texts is None) == (self.sequences is None):
-            raise ValueError("Give either --texts or --sequences.")
+        check_sources(self)
         if self.held_out < 0 or (self.num_sequences is not None and self.num_sequences < 1):
             raise ValueError(
                 f"--held_out must not be negative and --num_sequences must be positive, got {self.held_out} and "
                 f"{self.num_sequences}."
             )
-        if self.texts is not None and not 1 <= self.prompt_tokens <= self.max_length - 2:
-            raise ValueError(
-                f"--prompt_tokens must be between 1 and {self.max_length - 2}, two less than --max_length, got "
-                f"{self.prompt_tokens}."
-            )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
 
     @property
     def config(self) -> DistillSparseConfig:
@@ -125,12 +116,9 @@ def run_distill(arguments: list[str]) -> None:
     names = [args.sparsity_schedule, *args.measured_schedules]
     schedules = {name: SparsityScheduleConfig.resolve(name) for name in names}
     from accelerate import PartialState
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    if args.sequences is not None:
-        sequences = load_sequences(Path(args.sequences), args.max_length)
-    else:
-        sequences = cut_texts(AutoTokenizer.from_pretrained(args.model_name_or_path), load_texts(args.texts), args)
+    sequences = read_sequences(args)
     held_out, sequences = sequences[: args.held_out], sequences[args.held_out :][: args.num_sequences]
     if not sequences:
         raise ValueError(

@@ -96,19 +96,11 @@ class SearchArguments:
     batch_size: int = field(default=32, metadata={"help": "Sequences that decode together in these."})
 
     def __post_init__(self):
-        if (self.texts is None) == (self.sequences is None):
-            raise ValueError("Give either --texts or --sequences.")
+        check_sources(self)
         if self.num_sequences < 1 or self.heldout < 0:
             raise ValueError(
                 f"--num_sequences must be positive and --heldout not negative, got {self.num_sequences} and "
                 f"{self.heldout}."
-            )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
-        if self.texts is not None and not 1 <= self.prompt_tokens <= self.max_length - 2:
-            raise ValueError(
-                f"--prompt_tokens must be between 1 and {self.max_length - 2}, two less than --max_length, got "
-                f"{self.prompt_tokens}."
             )
 
     @property
@@ -136,7 +128,7 @@ def run_search(arguments: list[str]) -> None:
     args = parse_arguments(arguments)
     choices = args.choices
     from accelerate import PartialState
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     stages = {name: getattr(args, name) for name in ("recipe_sequences", "sensitivity_sequences", "layer_group_size")}
     plan = plan_passes(
@@ -151,10 +143,7 @@ def run_search(arguments: list[str]) -> None:
     if args.plan_only:
         print_lines(*(f"{count:5d} {name}" for name, count in plan.items()), f"{sum(plan.values()):5d} in total")
         return
-    if args.sequences is not None:
-        sequences = load_sequences(Path(args.sequences), args.max_length)
-    else:
-        sequences = cut_texts(AutoTokenizer.from_pretrained(args.model_name_or_path), load_texts(args.texts), args)
+    sequences = read_sequences(args)
     wanted = args.num_sequences + args.heldout
     if len(sequences) < wanted:
         raise ValueError(
@@ -239,6 +228,28 @@ def parse_arguments(arguments: list[str], kind: type = SearchArguments, command:
     values = vars(parser.parse_args(arguments))
     values.pop("config")
     return kind(**values)
+
+
+def check_sources(args) -> None:
+    """Refuse, with a `ValueError`, arguments (`args`) that say no way to get sequences, or no type of weights."""
+    if (args.texts is None) == (args.sequences is None):
+        raise ValueError("Give either --texts or --sequences.")
+    if args.dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}.")
+    if args.texts is not None and not 1 <= args.prompt_tokens <= args.max_length - 2:
+        raise ValueError(
+            f"--prompt_tokens must be between 1 and {args.max_length - 2}, two less than --max_length, got "
+            f"{args.prompt_tokens}."
+        )
+
+
+def read_sequences(args) -> list[TokenSequence]:
+    """The sequences that the arguments (`args`) name, or those cut from their texts by the model's tokenizer."""
+    if args.sequences is not None:
+        return load_sequences(Path(args.sequences), args.max_length)
+    from transformers import AutoTokenizer
+
+    return cut_texts(AutoTokenizer.from_pretrained(args.model_name_or_path), load_texts(args.texts), args)
 
 
 def load_texts(path: str) -> list[str]:

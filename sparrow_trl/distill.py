@@ -385,11 +385,12 @@ class DistillSparseCallback(TrainerCallback):
         for batch in batches:
             width = batch.input_ids.shape[1] - batch.completion_mask.shape[1]
             for ids, mask in zip(batch.input_ids, batch.attention_mask.bool(), strict=True):
+                if not left:
+                    return
                 prompt_length = int(mask[:width].sum())
-                sequence = TokenSequence(ids[mask].tolist(), prompt_length)
-                if left and prompt_length and len(sequence.token_ids) >= prompt_length + 2:
+                if prompt_length and int(mask.sum()) >= prompt_length + 2:
                     left -= 1
-                    yield sequence
+                    yield TokenSequence(ids[mask].tolist(), prompt_length)
 
     def _use_stage(self) -> None:
         if len(self._stages) == 1:

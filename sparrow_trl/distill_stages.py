@@ -1,6 +1,6 @@
 """When DistillSparse moves to a cheaper schedule, and when back."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass
@@ -76,7 +76,7 @@ class StageController:
 
     def state_dict(self) -> dict[str, int]:
         """Where it stands, as JSON values."""
-        return {name: asdict(self)[name] for name in ("num_stages", "stage", "streak")}
+        return {name: getattr(self, name) for name in ("num_stages", "stage", "streak")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from what [`state_dict`] returned. Raises a `ValueError` for another number of stages."""

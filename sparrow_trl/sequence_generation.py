@@ -222,13 +222,7 @@ def tokenize_prompts(
     """
     if not isinstance(prompts, (list, tuple)) or not prompts:
         raise ValueError(f"`prompts` must be a list of at least one text or conversation, got {prompts!r:.200}.")
-    if isinstance(prompts[0], str):
-        prompt_ids = tokenizer(list(prompts))["input_ids"]
-    else:
-        prompt_ids = [
-            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-            for prompt in prompts
-        ]
+    prompt_ids = encode_prompts(tokenizer, prompts)
     limit = max_positions(model)
     if limit is not None and max_length > limit:
         raise ValueError(f"`max_length` is {max_length}, but the model has {limit} positions.")
@@ -571,3 +565,19 @@ def _generate_batch(
         end = next((index for index, token in enumerate(row) if token in eos_ids), len(row) - 1)
         completions.append(row[: end + 1])
     return completions
+
+
+def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts) -> list[list[int]]:
+    """
+    Token ids of prompts.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
+        prompts (`list[str]` or `list[list[dict[str, str]]]`): Texts, or conversations for its chat template.
+    """
+    if isinstance(prompts[0], str):
+        return tokenizer(list(prompts))["input_ids"]
+    return [
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for prompt in prompts
+    ]
