@@ -8,6 +8,7 @@ generated itself. Either collects the exact acceptance rate of every position in
 """
 
 import hashlib
+import inspect
 import json
 import time
 import warnings
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from .acceptance import acceptance_rate
 from .acceptance_table import MAX_TABLE_BYTES, AcceptanceTable
@@ -362,16 +364,16 @@ class _Passes:
         # The last token is context of no query that counts.
         input_ids = torch.tensor([sequence.token_ids[:-1]], device=self.model.device)
         start = sequence.prompt_length
-        dense = self.hidden_states(input_ids, start)[start:]
+        dense, cache = self.dense_states(input_ids)
         report = partial(self._report, input_ids=input_ids, prompt_length=start, name=name)
         for schedules in groups:
-            sparse = [self.hidden_states(input_ids, start, schedule)[start:] for schedule in schedules]
+            sparse = [self.sparse_states(input_ids, start, schedule, dense, cache) for schedule in schedules]
             rates = [[] for _ in schedules]
-            for chunk in range(0, len(dense), self.chunk_size):
+            for chunk in range(start, len(dense), self.chunk_size):
                 positions = slice(chunk, chunk + self.chunk_size)
-                dense_logits = self._finite_logits(dense[positions], start + chunk, None, report)
+                dense_logits = self._finite_logits(dense[positions], chunk, None, report)
                 for its_rates, states, schedule in zip(rates, sparse, schedules, strict=True):
-                    sparse_logits = self._finite_logits(states[positions], start + chunk, schedule, report)
+                    sparse_logits = self._finite_logits(states[positions], chunk, schedule, report)
                     its_rates.append(acceptance_rate(dense_logits, sparse_logits))
             yield [torch.cat(its_rates) for its_rates in rates]
 
@@ -384,19 +386,73 @@ class _Passes:
             report(logits, bad, offset, schedule)
         return logits
 
-    def hidden_states(
-        self, input_ids: torch.Tensor, prompt_length: int, schedule: SparsityScheduleConfig | None = None
+    def dense_states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache | None]:
+        """Last hidden states `[tokens, hidden]`, and the KV cache where sparse passes can go on from it."""
+        cache = self._empty_cache(input_ids.device)
+        return self._run(input_ids, cache), cache
+
+    def sparse_states(
+        self,
+        input_ids: torch.Tensor,
+        prompt_length: int,
+        schedule: SparsityScheduleConfig,
+        dense: torch.Tensor | None = None,
+        dense_cache: DynamicCache | None = None,
     ) -> torch.Tensor:
-        """Last hidden states `[tokens, hidden]`, under sparse attention with a `schedule`."""
+        """
+        Last hidden states `[tokens, hidden]` under sparse attention. With the cache of the dense pass, those of the
+        tokens before the first that leaves a page out are taken from it (`dense`), since they are the same.
+        """
+        cached_tokens, cache = 0, None
+        if dense_cache is not None:
+            cached_tokens = self._first_sparse_token(schedule, prompt_length, input_ids.shape[1])
+            if cached_tokens == input_ids.shape[1]:
+                self.sparse_states(input_ids[:, :1], 1, schedule)  # refuses what sparse attention does not support
+                return dense
+            cache = self._empty_cache(input_ids.device)
+            for index, layer in enumerate(dense_cache.layers):
+                cache.update(layer.keys[:, :, :cached_tokens], layer.values[:, :, :cached_tokens], index)
+        prompt_lengths = torch.tensor([prompt_length], device=input_ids.device)
         with ExitStack() as contexts:
-            if schedule is not None:
-                prompt_lengths = torch.tensor([prompt_length], device=input_ids.device)
-                contexts.enter_context(sparse_attention_context(self.model, schedule, prompt_lengths=prompt_lengths))
-                if self.adapter is not None:
-                    contexts.enter_context(self.adapter.active())
-            output = self.backbone(input_ids=input_ids, use_cache=False)
+            contexts.enter_context(
+                sparse_attention_context(
+                    self.model, schedule, prompt_lengths=prompt_lengths, cached_tokens=cached_tokens
+                )
+            )
+            if self.adapter is not None:
+                contexts.enter_context(self.adapter.active())
+            states = self._run(input_ids[:, cached_tokens:], cache)
+        return states if cache is None else torch.cat([dense[:cached_tokens], states])
+
+    def _run(self, input_ids: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
+        arguments = {} if cache is None else {_cache_argument(self.backbone): cache}
+        output = self.backbone(input_ids=input_ids, use_cache=cache is not None, **arguments)
         self._output_type = type(output)
         return output.last_hidden_state[0]
+
+    def _empty_cache(self, device: torch.device) -> DynamicCache | None:
+        """
+        `None` where sparse passes run in full: with an adapter, whose keys are not the dense pass's; for bfloat16 and
+        float16, in which one query rounds otherwise than many; with kernels, which see whole sequences; and for models
+        whose caches drop tokens.
+        """
+        exact = self.model.dtype in (torch.float32, torch.float64)
+        if self.adapter is not None or device.type != "cpu" or not exact or _cache_argument(self.backbone) is None:
+            return None
+        cache = DynamicCache(config=self.model.config)
+        return cache if all(type(layer) is DynamicLayer for layer in cache.layers) else None
+
+    def _first_sparse_token(self, schedule: SparsityScheduleConfig, prompt_length: int, tokens: int) -> int:
+        """First position that does not keep all its pages in some layer, `tokens` where there is none."""
+        num_pages = torch.arange(tokens) // schedule.page_size + 1
+        candidates = num_pages - schedule.sink_pages - schedule.recent_pages
+        sparse = torch.zeros(tokens, dtype=torch.bool)
+        for layer in range(self.model.config.get_text_config().num_hidden_layers):
+            if not schedule.is_dense_layer(layer):
+                table = schedule.to_table(tokens, layer=layer)
+                sparse |= table[num_pages.clamp(max=len(table) - 1)] < candidates
+        sparse[:prompt_length] = False
+        return int(sparse.int().argmax()) if sparse.any() else tokens
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """
@@ -426,7 +482,10 @@ class _Passes:
         pages = "dense pass" if schedule is None else f"sparse pass with `top_k_pages` {schedule.top_k_pages}"
         message = f"The {pages} gives {kind} logits at position {offset + row} of {name}."
         with _first_not_finite(self.model, first_position=0, num_tokens=input_ids.shape[1]) as found:
-            states = self.hidden_states(input_ids, prompt_length, schedule)
+            if schedule is None:
+                states, _ = self.dense_states(input_ids)
+            else:
+                states = self.sparse_states(input_ids, prompt_length, schedule)
         if not found:
             with _first_not_finite(self.model, first_position=offset, num_tokens=len(bad)) as found:
                 self.logits(states[offset : offset + len(bad)])
@@ -435,6 +494,12 @@ class _Passes:
         else:
             message += " In a second run every module's output was finite, so the failure comes and goes."
         raise ValueError(message)
+
+
+def _cache_argument(backbone: nn.Module) -> str | None:
+    """Name of the argument that takes a KV cache, `past_key_values` before transformers 5.24."""
+    parameters = inspect.signature(backbone.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 class _Checkpoint:

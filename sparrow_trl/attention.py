@@ -55,7 +55,13 @@ class SparseForward:
     """One forward pass under sparse attention: the schedule, where the sequences lie, their prompts' lengths, and the
     layers that ran."""
 
-    def __init__(self, schedule: SparsityScheduleConfig, layout: SequenceLayout, prompt_lengths: torch.Tensor):
+    def __init__(
+        self,
+        schedule: SparsityScheduleConfig,
+        layout: SequenceLayout,
+        prompt_lengths: torch.Tensor,
+        cached_tokens: int = 0,
+    ):
         if not isinstance(schedule, SparsityScheduleConfig):
             raise ValueError(
                 f"`sparsity_schedule` must be a `SparsityScheduleConfig`, got {type(schedule).__name__}. "
@@ -64,6 +70,7 @@ class SparseForward:
         self.schedule = schedule
         self.layout = layout
         self.prompt_lengths = layout.check_prompt_lengths(prompt_lengths)
+        self.cached_tokens = cached_tokens
         self.layers: set[int] = set()
 
 
@@ -104,6 +111,7 @@ def sparse_attention_context(
     prompt_lengths: torch.Tensor | None = None,
     prompt_width: int | None = None,
     attention_mask: torch.Tensor | None = None,
+    cached_tokens: int = 0,
 ) -> Iterator[None]:
     """
     Makes a model attend as sparse rollouts did, and back again on leaving.
@@ -111,7 +119,7 @@ def sparse_attention_context(
     In its forward passes, a token at a position below its row's prompt length, and every token in the schedule's dense
     layers, attends to all tokens before it; all others attend to the pages that the schedule keeps for them (section
     3.1 of the [Sparrow paper](https://huggingface.co/papers/2606.08446)). Batches may be padded on either side, or
-    hold packed sequences in one row. The forward passes must see whole sequences, without a filled KV cache. Backward
+    hold packed sequences in one row. The forward passes must see whole sequences, but for `cached_tokens`. Backward
     passes may run after the context is left, with transformers' gradient checkpointing too; with other ways of
     recomputing they must run inside.
 
@@ -129,12 +137,15 @@ def sparse_attention_context(
             Pass either this or `prompt_lengths`.
         attention_mask (`torch.Tensor` of shape `[batch, tokens]`, *optional*):
             1 for real tokens and 0 for padding, where forward passes are made without an attention mask.
+        cached_tokens (`int`, *optional*, defaults to `0`):
+            Tokens at the start of the only row, without padding, that are in the KV cache of the forward passes and
+            not among their inputs.
 
     Raises:
         ValueError: for a model without the attention interface, with sliding windows, attention sinks or capped
             logits (from its forward pass), for masks with holes, positions that do not count each sequence's tokens
             from 0, packed sequences in several rows, a filled KV cache, attention dropout, and a batch that
-            `prompt_lengths` does not fit.
+            `prompt_lengths` does not fit, and for `cached_tokens` in a batch of several or padded rows.
 
     Example:
 
@@ -156,23 +167,32 @@ def sparse_attention_context(
         tokens = inputs.get("input_ids")
         if tokens is None:
             tokens = inputs["inputs_embeds"]
-        layout = SequenceLayout(
-            *tokens.shape[:2],
-            tokens.device,
-            inputs.get("attention_mask"),
-            inputs.get("position_ids"),
-            kwargs.get("cu_seq_lens_q"),
-        )
+        if cached_tokens:
+            told = [name for name in ("attention_mask", "position_ids") if inputs.get(name) is not None]
+            if tokens.shape[0] != 1 or told:
+                raise ValueError(
+                    f"`cached_tokens` is for a single row without padding, got {tokens.shape[0]} rows"
+                    + (f" and {' and '.join(told)}." if told else ".")
+                )
+            layout = SequenceLayout(1, cached_tokens + tokens.shape[1], tokens.device)
+        else:
+            layout = SequenceLayout(
+                *tokens.shape[:2],
+                tokens.device,
+                inputs.get("attention_mask"),
+                inputs.get("position_ids"),
+                kwargs.get("cu_seq_lens_q"),
+            )
         if inputs.get("position_ids") is None:
             # The engine counts positions from the first real token. Attention alone would not tell, but landmarks are
             # rounded to their dtype after the rotary embedding.
-            kwargs["position_ids"] = layout.position_ids
+            kwargs["position_ids"] = layout.position_ids[:, cached_tokens:]
         row_prompts = prompt_lengths
         if prompt_width is not None:
             if layout.packed:
                 raise ValueError("`prompt_width` is for padded rows: pass the `prompt_lengths` of packed sequences.")
             row_prompts = (prompt_width - layout.starts).clamp(min=0)
-        return args, {**kwargs, "sparse_forward": SparseForward(schedule, layout, row_prompts)}
+        return args, {**kwargs, "sparse_forward": SparseForward(schedule, layout, row_prompts, cached_tokens)}
 
     def check_layers(module, args, kwargs, output):
         if not kwargs["sparse_forward"].layers:
@@ -255,10 +275,10 @@ def sparse_attention_forward(
             raise ValueError(f"Sparse attention does not support {name}, which layer {layer} asks for.")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         raise ValueError(f"Sparse attention is causal, but layer {layer} attends in both directions.")
-    tokens = query.shape[2]
-    if key.shape[2] != tokens:
+    tokens, cached = key.shape[2], 0 if sparse_forward is None else sparse_forward.cached_tokens
+    if tokens != query.shape[2] + cached:
         raise ValueError(
-            f"Sparse attention sees whole sequences, got {tokens} queries for {key.shape[2]} cached keys. Run the "
+            f"Sparse attention sees whole sequences, got {query.shape[2]} queries for {tokens} cached keys. Run the "
             "model without a filled KV cache."
         )
     if sparse_forward is None:
@@ -291,6 +311,10 @@ def sparse_attention_forward(
         dense = functools.partial(
             sdpa_attention_forward, module, attention_mask=None, dropout=dropout, scaling=scaling, is_causal=True
         )
+        if cached:
+            # Queries are the last of the keys', which `is_causal` would take for the first.
+            mask = torch.ones((query.shape[2], tokens), dtype=torch.bool, device=query.device).tril(cached)
+            return dense(query, key, value, attention_mask=mask[None, None], is_causal=False)
         if not layout.packed and not layout.padded:
             return dense(query, key, value)
         return layout.attend(lambda index, *parts: dense(*parts)[0], query, key, value), None

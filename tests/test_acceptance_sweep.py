@@ -117,6 +117,30 @@ def test_rates_equal_a_brute_force_computation(model, sequences, chunk_size):
     assert first < second - 0.02 < everything - 0.04
 
 
+@pytest.mark.parametrize("layers", [None, {"2": [9]}], ids=["one table", "layer tables"])
+def test_tokens_that_keep_all_pages_are_taken_from_the_dense_pass(model, sequences, monkeypatch, layers):
+    schedules = [
+        SparsityScheduleConfig(top_k_pages=[count], bin_tokens=64, dense_layers=[0], layer_top_k_pages=layers)
+        for count in (0, 4, 100)
+    ]
+    seen, run = [], acceptance_sweep._Passes._run
+
+    def recorded(self, input_ids, cache):
+        seen.append(input_ids.shape[1])
+        return run(self, input_ids, cache)
+
+    monkeypatch.setattr(acceptance_sweep._Passes, "_run", recorded)
+    rates = list(sequence_acceptance(model, sequences[1], schedules))
+    # Of 200 tokens, those before the first that leaves one of its pages of 16 out: 3 are reserved.
+    assert seen == [200, 200 - 48, 200 - 112, 200 - 192 if layers else 1]  # one token shows what is unsupported
+    monkeypatch.setattr(acceptance_sweep._Passes, "_first_sparse_token", lambda *args: 0)
+    expected = list(sequence_acceptance(model, sequences[1], schedules))
+    assert seen[-4:] == [200] * 4
+    for values, others in zip(rates, expected, strict=True):
+        assert (values - others).abs().max() < 1e-5
+    assert (rates[0] < 0.99).any()
+
+
 @pytest.mark.parametrize("name", HEAD_CONFIGS)
 def test_what_a_model_does_to_its_logits_is_kept(name, sequences):
     torch.manual_seed(0)
@@ -432,7 +456,16 @@ def measure_on_a_rank(rank, folder):
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_equal_one(model, sequences, tmp_path):
+@pytest.fixture
+def one_thread():
+    """Few rows are multiplied in an order that depends on the number of threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_two_processes_equal_one(model, sequences, tmp_path, one_thread):
     mp.start_processes(measure_on_a_rank, args=(tmp_path,), nprocs=2, start_method="spawn")
     for num_sequences in (4, 1):
         arguments = (model, sequences[:num_sequences], RECIPE, PAGE_COUNTS, BIN_TOKENS)
@@ -455,7 +488,7 @@ def spoil(module, position, value):
     """Puts `value` at one position of what `module` gives, where sequences are long enough."""
 
     def hook(module, args, output):
-        if output.shape[1] > position:
+        if -output.shape[1] <= position < output.shape[1]:
             output = output.clone()
             output[:, position, 5] = value
         return output
@@ -508,7 +541,7 @@ def test_a_nan_of_the_sparse_pass_names_the_budget(model, sequences, monkeypatch
 
     def broken_context(model, schedule, **kwargs):
         if schedule.top_k_pages == [2] and len(sequences[1].token_ids) > 100:
-            hooks.append(spoil(model.model.layers[3].self_attn.o_proj, 150, float("nan")))
+            hooks.append(spoil(model.model.layers[3].self_attn.o_proj, -50, float("nan")))
         return attention(model, schedule, **kwargs)
 
     hooks = []

@@ -285,6 +285,33 @@ def test_refuses_how_it_is_called(qwen3):
             pass
 
 
+@pytest.mark.parametrize("cached", [1, 40, 100])
+def test_tokens_in_the_cache_are_as_if_they_were_inputs(qwen3, cached):
+    ids = token_ids()[1:2]
+    prompts = torch.tensor([100])
+    with sparse_attention_context(qwen3, SPARSE, prompt_lengths=prompts), torch.no_grad():
+        expected = qwen3(input_ids=ids, use_cache=False).logits
+    with torch.no_grad():
+        cache = qwen3(input_ids=ids[:, :cached], use_cache=True).past_key_values
+    with sparse_attention_context(qwen3, SPARSE, prompt_lengths=prompts, cached_tokens=cached), torch.no_grad():
+        logits = qwen3(input_ids=ids[:, cached:], past_key_values=cache).logits
+    assert (logits - expected[:, cached:]).abs().max() < 1e-4
+    dense = qwen3(input_ids=ids, use_cache=False).logits
+    assert (dense - expected).abs().max() > 1e-2
+
+
+def test_cached_tokens_belong_to_one_row_without_padding(qwen3):
+    ids = token_ids()
+    with sparse_attention_context(qwen3, SPARSE, prompt_lengths=PROMPTS, cached_tokens=9):
+        with pytest.raises(ValueError, match="a single row without padding, got 3 rows"):
+            qwen3(input_ids=ids)
+    with sparse_attention_context(qwen3, SPARSE, prompt_lengths=PROMPTS[:1], cached_tokens=9):
+        with pytest.raises(ValueError, match="got 1 rows and attention_mask"):
+            qwen3(input_ids=ids[:1], attention_mask=torch.ones_like(ids[:1]))
+        with pytest.raises(ValueError, match="got 150 queries for 150 cached keys"):
+            qwen3(input_ids=ids[:1])
+
+
 def test_refuses_what_it_would_get_wrong(qwen3):
     ids, holes = token_ids(), torch.ones(3, 150, dtype=torch.long)
     holes[1, 70] = 0

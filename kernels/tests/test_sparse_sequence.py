@@ -225,7 +225,8 @@ def test_reads_the_table_at_the_number_of_pages(sparrow_attention):
         ({"page_score": "max"}, "`page_score` must be one of"),
         ({"landmarks_per_page": 4}, "scores one landmark per page, got 4"),
         ({"key": torch.zeros(2, 3, 20, 8), "value": torch.zeros(2, 3, 20, 8)}, "got 4 and 3"),
-        ({"key": torch.zeros(2, 2, 21, 8)}, "`key` must have shape"),
+        ({"key": torch.zeros(2, 2, 20, 4)}, "`key` must have shape"),
+        ({"key": torch.zeros(2, 2, 21, 8)}, "`value` must have shape"),
         ({"value": torch.zeros(2, 2, 20, 4)}, "`value` must have shape"),
         ({"prompt_lengths": torch.tensor([1])}, "`prompt_lengths` must have shape"),
         ({"starts": torch.tensor([1.0, 0.0])}, "`starts` must hold integers"),
@@ -243,3 +244,16 @@ def test_refuses(sparrow_attention, change, message):
     sparrow_attention.sparse_attention(**arguments)
     with pytest.raises(ValueError, match=message):
         sparrow_attention.sparse_attention(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("past", [1, 16, 70, 149])
+def test_the_last_queries_alone_see_what_they_see_among_all(sparrow_attention, past):
+    query, key, value = make_sequences()
+    arguments = {"prompt_lengths": torch.tensor([20, 90]), "top_k_table": torch.tensor([2]), "query_chunk": 32}
+    expected = sparrow_attention.sparse_attention(query, key, value, **arguments)
+    output = sparrow_attention.sparse_attention(query[:, :, past:], key, value, **arguments)
+    assert (output - expected[:, :, past:]).abs().max() < 1e-6
+    with pytest.raises(ValueError, match="without padding"):
+        sparrow_attention.sparse_attention(query[:, :, past:], key, value, starts=torch.tensor([0, 1]), **arguments)
+    with pytest.raises(ValueError, match="they must be as many"):
+        sparrow_attention.sparse_attention(query, key[:, :, past:], value[:, :, past:], **arguments)

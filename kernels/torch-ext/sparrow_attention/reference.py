@@ -206,14 +206,15 @@ def sparse_attention(
 
     On a data-center GPU (NVIDIA H100 and later), Triton kernels do the work, at a speed near that of dense attention:
     for bfloat16 and float16 of head dims up to 256, float32 of up to 128 (which is slow), pages of up to 64 tokens, up
-    to 8192 of them, and a scale above 0. Everything else, float64 for example, runs in plain torch.
+    to 8192 of them, and a scale above 0. Everything else, float64 or the last queries of longer sequences for example,
+    runs in plain torch.
 
     Args:
         query (`torch.Tensor` of shape `[batch, q_heads, tokens, head_dim]`):
-            Queries, after the rotary embedding.
-        key (`torch.Tensor` of shape `[batch, kv_heads, tokens, head_dim]`):
+            Queries, after the rotary embedding: of all tokens of a row or, without padding, of its last ones.
+        key (`torch.Tensor` of shape `[batch, kv_heads, row_tokens, head_dim]`):
             Keys, after the rotary embedding.
-        value (`torch.Tensor` of shape `[batch, kv_heads, tokens, head_dim]`):
+        value (`torch.Tensor` of shape `[batch, kv_heads, row_tokens, head_dim]`):
             Values.
         prompt_lengths (`torch.Tensor` of shape `[batch]`):
             Real tokens at the start of each row that attend densely.
@@ -243,8 +244,15 @@ def sparse_attention(
     """
     check_shape("query", query, (None, None, None, None), "[batch, q_heads, tokens, head_dim]")
     batch, q_heads, tokens, head_dim = query.shape
-    check_shape("key", key, (batch, None, tokens, head_dim), "[batch, kv_heads, tokens, head_dim]")
-    check_shape("value", value, tuple(key.shape), "[batch, kv_heads, tokens, head_dim]")
+    check_shape("key", key, (batch, None, None, head_dim), "[batch, kv_heads, row_tokens, head_dim]")
+    check_shape("value", value, tuple(key.shape), "[batch, kv_heads, row_tokens, head_dim]")
+    past = key.shape[2] - tokens
+    padded = starts is not None or lengths is not None
+    if past < 0 or (past and padded):
+        raise ValueError(
+            f"`query` has {tokens} tokens and `key` {key.shape[2]}; they must be as many, or, without padding, the "
+            "last ones of the keys'."
+        )
     for name, tensor in (("prompt_lengths", prompt_lengths), ("starts", starts), ("lengths", lengths)):
         if tensor is not None:
             check_shape(name, tensor, (batch,), "[batch]")
@@ -278,8 +286,8 @@ def sparse_attention(
             landmark_dtype=landmark_dtype,
         )
 
-    position = torch.arange(tokens, device=query.device)
-    if padded := starts is not None or lengths is not None:
+    position = torch.arange(past, past + tokens, device=query.device)
+    if padded:
         starts = torch.zeros_like(prompt_lengths) if starts is None else starts
         lengths = tokens - starts if lengths is None else lengths
         real = (position < lengths[:, None])[:, None, :, None]
@@ -287,7 +295,7 @@ def sparse_attention(
         query, key, value = (_roll(x, -starts).masked_fill(~real, 0) for x in (query, key, value))
 
     with torch.no_grad():
-        missing = -tokens % page_size
+        missing = -(past + tokens) % page_size
         key_pages = F.pad(key, (0, 0, 0, missing)).unflatten(2, (-1, page_size))
         landmarks = page_landmarks(key_pages, landmarks_per_page, landmark_dtype).float()
         num_pages = position // page_size + 1
@@ -309,7 +317,7 @@ def sparse_attention(
             sink_pages=sink_pages,
             recent_pages=recent_pages,
         )
-        arguments = (chunk_query, key[:, :, :stop], value[:, :, :stop], kept, page_size, scale)
+        arguments = (chunk_query, key[:, :, : past + stop], value[:, :, : past + stop], kept, page_size, scale)
         if recompute:
             output.append(checkpoint(_attend_causally, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:

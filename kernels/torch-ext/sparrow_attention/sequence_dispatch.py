@@ -29,6 +29,8 @@ def has_sequence_kernels(
     if not (query.dtype == key.dtype == value.dtype or torch.is_autocast_enabled("cuda")):
         return False
     tokens, head_dim = query.shape[2:]
+    if key.shape[2] != tokens:
+        return False
     longest = MAX_FLOAT32_HEAD_DIM if query.dtype == torch.float32 else MAX_HEAD_DIM
     fits = head_dim <= longest and page_size <= MAX_PAGE_SIZE and tokens <= MAX_PAGES * page_size
     return fits and (scale is None or scale > 0) and _runs_kernels(query.device)
