@@ -1,6 +1,7 @@
 """`sparrow-trl distill`: arguments, the model and the texts; [`distill_texts`] does the work."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from peft import LoraConfig
 
@@ -114,7 +115,11 @@ def run_distill(arguments: list[str]) -> None:
     args = parse_arguments(arguments, DistillArguments, "distill")
     config = args.config
     names = [args.sparsity_schedule, *args.measured_schedules]
-    schedules = {name: SparsityScheduleConfig.resolve(name) for name in names}
+    # Tables and pictures have little room for paths.
+    labels = [Path(name).name for name in names]
+    if len(set(labels)) < len(labels):
+        labels = names
+    schedules = {label: SparsityScheduleConfig.resolve(name) for label, name in zip(labels, names, strict=True)}
     from accelerate import PartialState
     from transformers import AutoModelForCausalLM
 
@@ -138,7 +143,7 @@ def run_distill(arguments: list[str]) -> None:
         result = distill(
             model,
             sequences,
-            schedules[args.sparsity_schedule],
+            schedules[labels[0]],
             config,
             held_out=held_out,
             measured=schedules,

@@ -242,6 +242,7 @@ class DistillSparseCallback(TrainerCallback):
             else:
                 self.adapter = RolloutAdapter(policy, self.config.lora)
         self.adapter.to(trainer.accelerator.device)
+        self.adapter.engine_dtype = trainer.vllm_generation.engine_dtype
         self._trainer = trainer
         trainer.vllm_generation.adapter = self.adapter
         trainer.trajectory_listeners.append(self._pending.append)

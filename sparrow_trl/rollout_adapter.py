@@ -10,6 +10,7 @@ names, the same bits. On disk it is an ordinary PEFT adapter.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,10 +22,9 @@ from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel
 
+from .engine_linear import ADAPTER_NAME, EngineLinear
 from .json_files import write_atomically
 
-
-ADAPTER_NAME = "default"
 
 # What PEFT writes before the name of a module in an adapter's file.
 _PREFIX = "base_model.model."
@@ -70,6 +70,8 @@ class RolloutAdapter:
     Attributes:
         config ([`~peft.LoraConfig`]): The configuration, with the targets that were found.
         parameters (`list[torch.nn.Parameter]`): Weights of the adapter, float32.
+        engine_dtype (`torch.dtype`): Dtype of the engine's weights, by default that of the model. In forward passes
+            with the adapter, W + BA is rounded to it as in the engine.
 
     Raises:
         ValueError: for a PEFT model, a config of another method or with options beyond W + BA, and targets that match
@@ -98,6 +100,7 @@ class RolloutAdapter:
         self.config.target_modules = self.config.target_modules or "all-linear"
         self.config.task_type = "CAUSAL_LM"
         self.config.base_model_name_or_path = model.name_or_path or None
+        self.engine_dtype = model.dtype
         self._layers, self._owners = self._make_layers(model)
         self._depth = 0
         for layer in self._layers.values():
@@ -167,13 +170,22 @@ class RolloutAdapter:
         try:
             if self._depth == 1:
                 for name, (owner, attribute) in self._owners.items():
-                    owner._modules[attribute] = self._layers[name]
+                    owner._modules[attribute] = self._active_layer(name)
             yield
         finally:
             self._depth -= 1
             if not self._depth:
                 for name, (owner, attribute) in self._owners.items():
                     owner._modules[attribute] = self._layers[name].base_layer
+
+    def _active_layer(self, name: str) -> nn.Module:
+        layer = self._layers[name]
+        if self.engine_dtype in (torch.float32, torch.float64):
+            return layer
+        return EngineLinear(layer, partial(self._engine_weight, name))
+
+    def _engine_weight(self, name: str) -> torch.Tensor:
+        return self.merged(f"{name}.weight", self._layers[name].get_base_layer().weight).to(self.engine_dtype)
 
     @torch.no_grad()
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -193,7 +205,9 @@ class RolloutAdapter:
         layer = self._layers.get(module)
         if layer is None or kind != "weight":
             return weight
-        delta = layer.get_delta_weight(ADAPTER_NAME).to(weight.device)
+        # Inside autocast, B times A would be computed in bfloat16.
+        with torch.autocast(weight.device.type, enabled=False):
+            delta = layer.get_delta_weight(ADAPTER_NAME).to(weight.device)
         return (weight.float() + delta).to(weight.dtype)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

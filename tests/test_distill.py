@@ -57,9 +57,8 @@ class Witness(TrainerCallback):
         self.adapters.append({name: value.clone() for name, value in self.distill.adapter.state_dict().items()})
 
 
-@pytest.fixture(scope="module")
-def run(tiny_qwen3, tmp_path_factory):
-    """Three steps with checkpoints, evaluation and checkpointed gradients, moving on to the last of three stages."""
+def start_run(model, folder):
+    """A trainer that moves on to the last of three stages, with checkpoints, evaluation and checkpointed gradients."""
     distill = make_callback(
         stages=[CHEAPER, CHEAPEST],
         target_acceptance=0.05,
@@ -69,7 +68,7 @@ def run(tiny_qwen3, tmp_path_factory):
     )
     witness = Witness(distill)
     config = make_config(
-        tmp_path_factory.mktemp("distill"),
+        folder,
         max_steps=3,
         save_strategy="steps",
         save_steps=1,
@@ -80,10 +79,25 @@ def run(tiny_qwen3, tmp_path_factory):
         acceptance_probe_fraction=1.0,
     )
     trainer = make_trainer(
-        tiny_qwen3, config, schedule=SCHEDULE, callbacks=[distill, witness], eval_dataset=make_dataset(1, seed=1)
+        model, config, schedule=SCHEDULE, callbacks=[distill, witness], eval_dataset=make_dataset(1, seed=1)
     )
-    trainer.train()
     trainer.distill, trainer.witness = distill, witness
+
+    def generate(*args, generate=trainer.vllm_generation.generate, **kwargs):
+        # The engine draws from torch's generator, of which a run that goes on has used less.
+        with torch.random.fork_rng():
+            torch.manual_seed(trainer.state.global_step)
+            return generate(*args, **kwargs)
+
+    trainer.vllm_generation.generate = generate
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def run(tiny_qwen3, tmp_path_factory):
+    """Three steps of training."""
+    trainer = start_run(tiny_qwen3, tmp_path_factory.mktemp("distill"))
+    trainer.train()
     return trainer
 
 
@@ -236,13 +250,11 @@ def test_vllm_loads_the_adapter_as_a_lora(run, monkeypatch):
     assert (engine - student).abs().max() < FLOAT32_TOLERANCE < 1e-2 < (engine - bare).abs().max()
 
 
-def test_training_goes_on_from_a_checkpoint(run, tiny_qwen3, tmp_path):
-    distill = make_callback(stages=[CHEAPER, CHEAPEST], target_acceptance=0.05)
-    config = make_config(tmp_path, max_steps=2)
-    trainer = make_trainer(tiny_qwen3, config, schedule=SCHEDULE, callbacks=[distill])
-    seen = {}
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_ended(run, tiny_qwen3, tmp_path):
+    trainer = start_run(tiny_qwen3, tmp_path)
+    distill, seen = trainer.distill, {}
 
-    def keep(inputs, listener=distill._pending.append):
+    def keep(inputs):
         if not seen:
             seen.update({name: value.clone() for name, value in distill.adapter.state_dict().items()})
             seen["stage"], seen["schedule"] = distill.stage, trainer.schedule
@@ -256,7 +268,12 @@ def test_training_goes_on_from_a_checkpoint(run, tiny_qwen3, tmp_path):
     assert seen["stage"] == 1 and seen["schedule"] == CHEAPER
     for index, moments in state["optimizer"]["state"].items():
         assert torch.equal(seen["optimizer"][index]["exp_avg"], moments["exp_avg"])
-    assert trainer.state.global_step == 2
+    assert trainer.state.global_step == 3 and trainer.distill.stage == run.distill.stage == 2
+    for adapter, uninterrupted in zip(trainer.witness.adapters, run.witness.adapters[1:], strict=True):
+        for name, value in adapter.items():
+            assert (value - uninterrupted[name]).abs().max() < 1e-5
+    for name, value in run.model.state_dict().items():
+        assert (trainer.model.state_dict()[name] - value).abs().max() < 1e-5
 
 
 def test_dense_log_probs_are_bit_identical_with_the_callback(run):
@@ -311,7 +328,7 @@ class NoEngine:
 
     def __init__(self, schedule, **kwargs):
         self.schedule = schedule
-        self.adapter = None
+        self.adapter, self.engine_dtype = None, torch.float32
 
     def set_schedule(self, schedule):
         self.schedule = schedule

@@ -166,9 +166,9 @@ def test_the_command(tmp_path, capsys):
     options += ["--prompt_tokens", "20", "--min_tokens", "20", "--lora_r", "4", "--sequences_per_step", "2"]
     assert main(command + options) == 0
     output = capsys.readouterr().out
-    assert "Distilled on 520 tokens in 2 steps" in output and "| harsher" not in output
+    assert "Distilled on 520 tokens in 2 steps" in output and "| harsher |" in output
     summary = json.loads((tmp_path / "out" / SUMMARY_NAME).read_text())
-    assert list(summary["tail_before"]) == [str(tmp_path / "schedule"), str(tmp_path / "harsher")]
+    assert list(summary["tail_before"]) == ["schedule", "harsher"]
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 4
 
     assert main([*command, "--held_out", "9", "--prompt_tokens", "20"]) == 1

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from test_parity import make_prompts, mean_difference, policy_logprobs, record_preemptions, roll_out
+from test_rollout_adapter import make_adapter
 from tiny_models import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from sparrow_trl import SparsityScheduleConfig
+from sparrow_trl.rollout import swapped
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and vLLM's CUDA build")
@@ -122,6 +124,21 @@ def test_what_the_engine_is_laid_out_for_cannot_change(generation):
             SparsityScheduleConfig(top_k_pages=[1], page_score="group_softmax", landmarks_per_page=2)
         )
     assert generation.schedule == SCHEDULE
+
+
+def test_engine_has_the_adapter_as_the_student_has_it(generation, model):
+    prompts = make_prompts([100, 128], seed=6)
+    generation.sync_weights()
+    rounding = generation.check_weights(prompts)
+    generation.adapter = make_adapter(model, std=0.02).to(model.device)
+    try:
+        generation.sync_weights()
+        assert generation.check_weights(prompts) < 1.5 * rounding
+        with swapped(generation, "_sent_adapter", None), pytest.raises(RuntimeError, match="log-probs differ"):
+            generation.check_weights(prompts)
+    finally:
+        generation.adapter = None
+        generation.sync_weights()
 
 
 def test_keeping_every_page_equals_dense(generation, model):

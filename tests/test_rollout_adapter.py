@@ -12,14 +12,14 @@ from sparrow_trl import RolloutAdapter
 INPUT_IDS = torch.tensor(random_token_ids(24))
 
 
-def make_adapter(model, seed=0, **kwargs):
+def make_adapter(model, seed=0, std=0.05, **kwargs):
     """An adapter that does something: PEFT begins with B = 0."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         adapter = RolloutAdapter(model, LoraConfig(r=4, lora_alpha=8, **{"target_modules": "all-linear", **kwargs}))
         with torch.no_grad():
             for parameter in adapter.parameters:
-                parameter.normal_(std=0.05)
+                parameter.normal_(std=std)
     return adapter
 
 
@@ -93,6 +93,77 @@ def test_merged_weights_are_those_of_the_student(model, options):
     student = tiny_model("qwen3").eval()
     student.load_state_dict(merged)
     assert (logits(student) - expected).abs().max() < 1e-4
+
+
+ENGINE_CASES = pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=["float32", "autocast", "bfloat16"],
+)
+
+
+@ENGINE_CASES
+def test_the_student_has_the_weights_of_an_engine_in_bfloat16(model, dtype, autocast):
+    model.to(dtype)
+    adapter = make_adapter(model, std=0.02)
+    adapter.engine_dtype = torch.bfloat16
+    engine = tiny_model("qwen3").eval().to(dtype)
+    engine.load_state_dict(
+        {
+            name: adapter.merged(name, value).bfloat16() if "_proj" in name else value
+            for name, value in model.state_dict().items()
+        }
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = logits(engine)
+        with adapter.active():
+            assert torch.equal(logits(model), expected)
+            assert torch.equal(model(input_ids=INPUT_IDS).logits, expected)  # with gradients, too
+        adapter.engine_dtype = torch.float32
+        with adapter.active():
+            assert not torch.equal(logits(model), expected)
+
+
+@ENGINE_CASES
+def test_rounding_leaves_the_gradients_alone(model, dtype, autocast):
+    model.to(dtype)
+    adapter = make_adapter(model, std=0.02)
+    adapter.engine_dtype = torch.bfloat16
+    weights = torch.randn(24, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+
+    def gradients(student, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = (student(input_ids=INPUT_IDS, **kwargs).logits.float().log_softmax(-1) * weights).sum()
+        return torch.autograd.grad(loss, adapter.parameters)
+
+    # W + BA as one weight, with the value of the rounded one and the gradient of the exact one.
+    whole = dict(model.named_parameters())
+    for name in adapter.target_names:
+        layer = adapter._layers[name]
+        exact = 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        rounded = adapter.merged(f"{name}.weight", whole[f"{name}.weight"]).bfloat16().to(dtype)
+        whole[f"{name}.weight"] = rounded.detach() + (exact - exact.detach()).to(dtype)
+    expected = gradients(lambda **kwargs: torch.func.functional_call(model, whole, kwargs=kwargs))
+    with adapter.active():
+        found = gradients(model)
+    tolerance = 1e-5 if (dtype, autocast) == (torch.float32, False) else 3e-2
+    for value, reference in zip(found, expected, strict=True):
+        assert (value - reference).norm() < tolerance * reference.norm()
+
+
+def test_what_dropout_leaves_out_is_left_out_of_the_rounded_weights(model):
+    adapter = make_adapter(model, lora_dropout=0.5)
+    adapter.engine_dtype = torch.bfloat16
+    with adapter.active():
+        plain = logits(model)
+    with adapter.active(dropout=True):
+        torch.manual_seed(0)
+        rounded = logits(model)
+        adapter.engine_dtype = torch.float32
+    with adapter.active(dropout=True):
+        torch.manual_seed(0)
+        exact = logits(model)
+    assert (rounded - exact).abs().max() < 0.2 * (rounded - plain).abs().max()
 
 
 def test_merging_computes_in_float32(model):
