@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .config import SparseRolloutGRPOConfig
     from .cost_model import predicted_speedup
     from .distill import DistillSparseCallback, DistillSparseConfig
+    from .guard import ScheduleGuardCallback, ScheduleGuardConfig
     from .rollout import SparseVLLMGeneration
     from .rollout_adapter import RolloutAdapter
     from .schedule import SparsityScheduleConfig, preset_names
@@ -56,6 +57,8 @@ __all__ = [
     "DistillSparseCallback",
     "DistillSparseConfig",
     "RolloutAdapter",
+    "ScheduleGuardCallback",
+    "ScheduleGuardConfig",
     "SparseRolloutGRPOConfig",
     "SparseRolloutGRPOTrainer",
     "SparseVLLMGeneration",
@@ -77,6 +80,7 @@ __all__ = [
     "config",
     "cost_model",
     "distill",
+    "guard",
     "rollout",
     "rollout_adapter",
     "schedule",
@@ -89,6 +93,8 @@ _MODULE_OF = {
     "DistillSparseCallback": "distill",
     "DistillSparseConfig": "distill",
     "RolloutAdapter": "rollout_adapter",
+    "ScheduleGuardCallback": "guard",
+    "ScheduleGuardConfig": "guard",
     "SparseRolloutGRPOConfig": "config",
     "SparseRolloutGRPOTrainer": "trainer",
     "SparseVLLMGeneration": "rollout",

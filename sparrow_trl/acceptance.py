@@ -323,6 +323,9 @@ class AcceptanceTracker:
         min_tokens (`int`, *optional*, defaults to `200`):
             Tokens that a bin needs before its tail is reported; the 5th percentile of fewer is mostly noise.
 
+    Attributes:
+        step_rates (`dict[int, numpy.ndarray]`): Rates (lower bounds) of the last step that ended, by index of the bin.
+
     Example:
 
     ```python
@@ -345,6 +348,7 @@ class AcceptanceTracker:
         """Forget everything."""
         self._pending: list[torch.Tensor] = []
         self._histograms: dict[int, _Histogram] = {}
+        self.step_rates: dict[int, np.ndarray] = {}
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
         """Go on under another `schedule` ([`SparsityScheduleConfig`]); what was measured before is dropped."""
@@ -403,9 +407,11 @@ class AcceptanceTracker:
             tokens = tokens[tokens[:, 2] >= 0]
         lower, upper, bins = tokens.double().numpy().T
         statistics = []
+        self.step_rates = {}
         for index in np.unique(bins).astype(int).tolist():
             selected = bins == index
             alpha, gap = lower[selected], (upper - lower)[selected].clip(min=0)
+            self.step_rates[index] = alpha
             self._histograms.setdefault(index, _Histogram()).add(alpha, gap)
             statistics.append(
                 BinStatistics(

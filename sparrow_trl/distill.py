@@ -5,8 +5,8 @@ schedule (section 4.5 and Algorithm 1 of the [Sparrow paper](https://huggingface
 
 import io
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from .acceptance import AcceptanceTracker
-from .acceptance_sweep import TokenSequence, evaluating, sequence_acceptance
+from .acceptance_sweep import evaluating, sequence_acceptance
 from .callbacks import checkpoint_folder, resumed_checkpoints
 from .distill_stages import StageController
 from .distill_step import DIVERGENCES, SAMPLED_DIVERGENCE, AdapterTrainer, Trajectories
@@ -336,12 +336,8 @@ class DistillSparseCallback(TrainerCallback):
         self._use_stage()
 
     def _trajectories(self, inputs: dict[str, Any]) -> Trajectories:
-        """What the policy was updated on in one forward pass, as TRL's trainer hands it to its loss."""
-        mask = inputs["completion_mask"]
-        return Trajectories(
-            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            attention_mask=torch.cat([inputs["prompt_mask"], mask], dim=1),
-            completion_mask=mask,
+        return Trajectories.from_inputs(
+            inputs,
             advantages=inputs["advantages"],
             sampler_logprobs=inputs.get("sampling_per_token_logps"),
             teacher_logprobs=inputs.get("old_per_token_logps") if self.config.teacher == "old" else None,
@@ -354,7 +350,8 @@ class DistillSparseCallback(TrainerCallback):
         trackers = {index: AcceptanceTracker(self._stages[index], self.config.stage_min_tokens) for index in indices}
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
         with evaluating(policy), self._trainer.accelerator.autocast():
-            for sequence in self._probe_sequences(batches):
+            sequences = chain.from_iterable(batch.sequences() for batch in batches)
+            for sequence in islice(sequences, self.config.stage_sequences):
                 rates = sequence_acceptance(
                     policy,
                     sequence,
@@ -379,19 +376,6 @@ class DistillSparseCallback(TrainerCallback):
             self._use_stage()
         metrics = {"tail": tails[before], "next_tail": tails.get(following)}
         return {name: value for name, value in metrics.items() if value is not None} | {"stage": self.stage}
-
-    def _probe_sequences(self, batches: list[Trajectories]) -> Iterator[TokenSequence]:
-        """The first sequences of a step with at least two tokens in their completion, without padding."""
-        left = self.config.stage_sequences
-        for batch in batches:
-            width = batch.input_ids.shape[1] - batch.completion_mask.shape[1]
-            for ids, mask in zip(batch.input_ids, batch.attention_mask.bool(), strict=True):
-                if not left:
-                    return
-                prompt_length = int(mask[:width].sum())
-                if prompt_length and int(mask.sum()) >= prompt_length + 2:
-                    left -= 1
-                    yield TokenSequence(ids[mask].tolist(), prompt_length)
 
     def _use_stage(self) -> None:
         if len(self._stages) == 1:

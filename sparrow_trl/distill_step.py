@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .acceptance_sweep import evaluating
+from .acceptance_sweep import TokenSequence, evaluating
 from .attention import sparse_attention_context
 from .rollout_adapter import RolloutAdapter
 from .schedule import SparsityScheduleConfig
@@ -74,6 +74,25 @@ class Trajectories:
     advantages: torch.Tensor | None = None
     sampler_logprobs: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
+
+    @classmethod
+    def from_inputs(cls, inputs: dict[str, Any], **values) -> "Trajectories":
+        """What the policy learns from in one forward pass, from the `inputs` (`dict[str, Any]`) of TRL's loss."""
+        mask = inputs["completion_mask"]
+        return cls(
+            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            attention_mask=torch.cat([inputs["prompt_mask"], mask], dim=1),
+            completion_mask=mask,
+            **values,
+        )
+
+    def sequences(self) -> Iterator[TokenSequence]:
+        """The rows without padding, but for those with fewer than two tokens in the completion."""
+        width = self.input_ids.shape[1] - self.completion_mask.shape[1]
+        for ids, mask in zip(self.input_ids, self.attention_mask.bool(), strict=True):
+            prompt_length = int(mask[:width].sum())
+            if prompt_length and int(mask.sum()) >= prompt_length + 2:
+                yield TokenSequence(ids[mask].tolist(), prompt_length)
 
     def split(self, rows: int) -> Iterator["Trajectories"]:
         """Parts of at most so many `rows` (`int`)."""

@@ -283,6 +283,7 @@ class SparseVLLMGeneration(VLLMGeneration):
             it must give the same rows on every rank.
         probes (`list[RolloutProbe]`): Probes of the last batch.
         counters ([`vllm_backend.DecodeCounters`]): What the attention layers read for the last batch.
+        num_syncs (`int`): Synchronisations of the engine's weights so far.
         adapter ([`~sparrow_trl.rollout_adapter.RolloutAdapter`], *optional*):
             Adapter of the sparse rollouts; dense ones go without. Assign one to use it from the next rollout on.
     """
@@ -305,7 +306,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         self.weight_sync_check_interval = weight_sync_check_interval
         self.probe_rows = None
         self.probes = []
-        self._num_syncs = 0
+        self.num_syncs = 0
         self._weights_unchecked = False
         # Adapter of the sparse rollouts, and the one that the engine's weights have.
         self.adapter = None
@@ -316,6 +317,11 @@ class SparseVLLMGeneration(VLLMGeneration):
     def schedule(self) -> SparsityScheduleConfig:
         """[`SparsityScheduleConfig`]: The schedule in use."""
         return self.state.schedule
+
+    @property
+    def max_context_tokens(self) -> int:
+        """`int`: Longest context that the engine takes, in tokens."""
+        return self.llm.model_config.max_model_len
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
         """Use `schedule` from the next `generate` on."""
@@ -459,13 +465,13 @@ class SparseVLLMGeneration(VLLMGeneration):
             self.llm.reset_prefix_cache()
         else:
             super().sync_weights()
-        self._num_syncs += 1
+        self.num_syncs += 1
         self._weights_unchecked = True
         self._sent_adapter = self._wanted_adapter
 
     def _check_weights_if_due(self, prompts: list[dict]) -> None:
         interval = self.weight_sync_check_interval
-        due = interval and (self._num_syncs <= 3 or self._num_syncs % interval == 0)
+        due = interval and (self.num_syncs <= 3 or self.num_syncs % interval == 0)
         if self._weights_unchecked and due:
             self.check_weights([prompt["prompt_token_ids"] for prompt in prompts])
         self._weights_unchecked = False
@@ -510,7 +516,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         tolerance = WEIGHT_SYNC_TOLERANCE[self.engine_dtype]
         if not difference <= tolerance:
             raise RuntimeError(
-                f"After weight synchronisation {self._num_syncs} the engine's log-probs differ from the policy's by "
+                f"After weight synchronisation {self.num_syncs} the engine's log-probs differ from the policy's by "
                 f"{difference:.2g} on average over {sum(map(len, differences))} prompt tokens (at most {tolerance} in "
                 f"{self.engine_dtype}). The rollouts would come from other weights than those being trained, so "
                 "training stops here. Check that the engine's model is the policy's and that no other code writes the "

@@ -24,6 +24,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx  # noqa: E402
 from .acceptance import AcceptanceTracker, gather_dense_logprobs, top_k_acceptance_bounds  # noqa: E402
 from .callbacks import TailAcceptanceCallback  # noqa: E402
 from .config import SparseRolloutGRPOConfig  # noqa: E402
+from .guard import AUTO_SCHEDULE, ScheduleGuardCallback, starting_schedule  # noqa: E402
 from .rollout import SparseVLLMGeneration, check_engine_arguments, check_policy, swapped  # noqa: E402
 from .schedule import SCHEDULE_NAME, SparsityScheduleConfig  # noqa: E402
 
@@ -107,8 +108,9 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer. If `None`, the model's.
         schedule ([`SparsityScheduleConfig`] or `str`, *optional*):
-            Sparsity schedule of the rollouts: an object, the name of a published preset, a local path or a Hub id. If
-            `None`, `args.sparsity_schedule` is used.
+            Sparsity schedule of the rollouts: an object, the name of a published preset, a local path or a Hub id, or
+            `"auto"` to have a [`ScheduleGuardCallback`] find one during the first steps. If `None`,
+            `args.sparsity_schedule` is used.
         **kwargs:
             Further arguments of [`~trl.GRPOTrainer`], such as `callbacks`, `optimizers` and `peft_config`. A callback
             with a method `attach` is given the trainer through it, at the end of construction.
@@ -118,6 +120,9 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         resume_checkpoint (`str`, *optional*): Checkpoint that training was resumed from.
         trajectory_listeners (`list[Callable]`):
             Called with the inputs of each forward pass that the policy learns from.
+        rollout_listeners (`list[Callable]`):
+            Called, without arguments, once the rollouts of a training step are scored and measured.
+        is_auto_schedule (`bool`): Whether the schedule is to be found during the first steps (`schedule="auto"`).
     """
 
     _tag_names = ["trl", "grpo", "sparrow-trl", "sparse-rollout"]
@@ -182,6 +187,9 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
                 "a Hub id), or set `sparsity_schedule` in the config. SparsityScheduleConfig.dense() gives dense "
                 "rollouts."
             )
+        self.is_auto_schedule = schedule == AUTO_SCHEDULE
+        if self.is_auto_schedule:
+            schedule = starting_schedule(args)
         schedule = SparsityScheduleConfig.resolve(schedule)
         # All this before TRL creates the output folder.
         check_engine_arguments(schedule, args.vllm_block_size, args.vllm_engine_kwargs)
@@ -191,8 +199,11 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         self.acceptance = AcceptanceTracker(schedule, min_tokens=args.acceptance_min_tokens)
         self.resume_checkpoint = None
         self.trajectory_listeners = []
+        self.rollout_listeners = []
         self._probes = []
         self._sparse_kl = []
+        # Step and number of synchronisations at the last rollouts.
+        self._synchronised = -1, -1
 
         def build_generation(**generation_kwargs):
             return SparseVLLMGeneration(
@@ -219,6 +230,10 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
 
         if not any(isinstance(callback, TailAcceptanceCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(TailAcceptanceCallback())
+        if self.is_auto_schedule and not any(
+            isinstance(callback, ScheduleGuardCallback) for callback in self.callback_handler.callbacks
+        ):
+            self.add_callback(ScheduleGuardCallback())
         for callback in self.callback_handler.callbacks:
             if hasattr(callback, "attach"):
                 callback.attach(self)
@@ -244,9 +259,22 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             output = super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
+        if training:
+            self._check_synchronised()
         self._probes = generation.probes
         self._log_kept_fraction(generation.counters, "train" if training else "eval")
         return output
+
+    def _check_synchronised(self) -> None:
+        """Notice a step whose rollouts were made without a synchronisation; what one did, the generation checks."""
+        step, count = self.state.global_step, self.vllm_generation.num_syncs
+        last_step, last_count = self._synchronised
+        if step != last_step and count == last_count:
+            raise RuntimeError(
+                f"The rollout engine has not had the policy's weights since step {last_step}, and training is at step "
+                f"{step}. Training on such rollouts stops here. Check that nothing overrides `sync_weights`."
+            )
+        self._synchronised = step, count
 
     def _choose_probe_rows(self, num_rows: int) -> list[int]:
         """A random share of the engine's next batch to probe, the same on all ranks of a tensor-parallel group."""
@@ -298,6 +326,8 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
                     batch_size=self.args.per_device_train_batch_size,
                 )
         self._log_acceptance()
+        for listener in self.rollout_listeners:
+            listener()
         return output
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):

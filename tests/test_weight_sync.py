@@ -63,7 +63,7 @@ def test_every_third_synchronisation_is_checked_after_the_first_three(build_gene
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
     generation = build_generation(model, SCHEDULE, block_size=32, max_completion_length=1)
     checked = []
-    monkeypatch.setattr(generation, "check_weights", lambda prompts: checked.append(generation._num_syncs))
+    monkeypatch.setattr(generation, "check_weights", lambda prompts: checked.append(generation.num_syncs))
     for _ in range(9):
         generation.sync_weights()
         generation.generate(PROMPTS, None, num_generations=1)

@@ -1,0 +1,424 @@
+"""
+A guard for training on sparse rollouts: budgets that follow the measured tail acceptance, a schedule found during the
+first steps, and dense rollouts when something breaks.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from math import inf
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .acceptance import AcceptanceTracker
+from .acceptance_sweep import TokenSequence, evaluating, sequence_acceptance
+from .break_detector import BreakDetector, BreakLimits, RolloutSignals
+from .budget_controller import BudgetController
+from .callbacks import checkpoint_folder, resumed_checkpoints
+from .distill_step import Trajectories
+from .json_files import dump_json_object, read_json_object, write_atomically
+from .number_checks import check_numbers
+from .schedule import MAX_PAGES, SparsityScheduleConfig
+from .schedule_search import search_schedule
+
+
+if TYPE_CHECKING:
+    from .config import SparseRolloutGRPOConfig
+    from .trainer import SparseRolloutGRPOTrainer
+
+
+logger = logging.getLogger(__name__)
+
+AUTO_SCHEDULE = "auto"
+STATE_NAME = "schedule_guard.json"
+MAX_STATE_BYTES = 16 * 2**20
+
+# Tail acceptance above which the paper finds training stable (section 3.2).
+DEFAULT_TARGET = 0.86
+
+# An automatic schedule has bins of this many tokens, or as many bins as this where contexts are short.
+AUTO_BIN_TOKENS = 2048
+AUTO_BINS = 8
+
+
+@dataclass
+class ScheduleGuardConfig:
+    """
+    Configuration of a [`ScheduleGuardCallback`].
+
+    Args:
+        target_acceptance (`float`, *optional*):
+            Tail acceptance to hold in every bin of cached length. By default that of the trainer's schedule, else
+            0.86.
+        headroom (`float`, *optional*, defaults to `0.01`):
+            How far from the target a tail may be without a change.
+        min_tokens (`int`, *optional*, defaults to `1000`):
+            Measured tokens that a bin needs before its budget is lowered.
+        max_change (`float`, *optional*, defaults to `1.5`):
+            Largest factor by which a budget changes at once.
+        floor ([`SparsityScheduleConfig`] or `str`, *optional*):
+            Schedule that budgets never fall below.
+        adapt (`bool`, *optional*, defaults to `True`):
+            Whether budgets follow the tail. `False` only watches for breaks.
+
+        > Parameters that control what counts as a break
+
+        tail_floor (`float`, *optional*):
+            Tail acceptance of a step below which it is a break. By default 0.15 below the target.
+        kl_limit (`float`, *optional*, defaults to `0.2`):
+            Divergence from the dense policy per token above which it is one,
+        kl_factor (`float`, *optional*, defaults to `5.0`):
+            where that is more than this many times its level over the last steps.
+        length_drop (`float`, *optional*, defaults to `0.5`):
+            Share of their level below which the length of completions is one.
+        reward_drop (`float`, *optional*, defaults to `0.5`):
+            Share of its level by which the reward may fall.
+        step_tokens (`int`, *optional*, defaults to `200`):
+            Measured tokens of one step that a bin needs before its tail is compared with `tail_floor`.
+
+        > Parameters that control what happens then
+
+        dense_steps (`int`, *optional*, defaults to `10`):
+            Steps with dense rollouts after a break.
+        max_breaks (`int`, *optional*):
+            Breaks within `break_window` steps after which training stops, with a checkpoint. By default it goes on.
+        break_window (`int`, *optional*, defaults to `200`):
+            Steps in which breaks are counted.
+
+        > Parameters that control the search for a schedule (`schedule="auto"`)
+
+        auto_sequences (`int`, *optional*, defaults to `8`):
+            Rollouts of each process that budgets are measured on, teacher-forced.
+        auto_budgets (`int`, *optional*, defaults to `10`):
+            How many budgets.
+    """
+
+    target_acceptance: float | None = None
+    headroom: float = 0.01
+    min_tokens: int = 1000
+    max_change: float = 1.5
+    floor: SparsityScheduleConfig | str | None = None
+    adapt: bool = True
+    tail_floor: float | None = None
+    kl_limit: float = 0.2
+    kl_factor: float = 5.0
+    length_drop: float = 0.5
+    reward_drop: float = 0.5
+    step_tokens: int = 200
+    dense_steps: int = 10
+    max_breaks: int | None = None
+    break_window: int = 200
+    auto_sequences: int = 8
+    auto_budgets: int = 10
+
+    def __post_init__(self):
+        check_numbers(
+            self,
+            (
+                ("target_acceptance", Real, 0, 1),
+                ("headroom", Real, 0, 0.5),
+                ("min_tokens", Integral, 100, inf),
+                ("max_change", Real, 1.05, 10),
+                ("tail_floor", Real, 0, 1),
+                ("kl_limit", Real, 0, inf),
+                ("kl_factor", Real, 1, inf),
+                ("length_drop", Real, 0, 1),
+                ("reward_drop", Real, 0, inf),
+                ("step_tokens", Integral, 20, inf),
+                ("dense_steps", Integral, 1, inf),
+                ("max_breaks", Integral, 1, inf),
+                ("break_window", Integral, 1, inf),
+                ("auto_sequences", Integral, 1, inf),
+                ("auto_budgets", Integral, 2, 100),
+            ),
+            optional=("target_acceptance", "tail_floor", "max_breaks"),
+        )
+        if self.floor is not None:
+            self.floor = SparsityScheduleConfig.resolve(self.floor)
+
+
+class ScheduleGuardCallback(TrainerCallback):
+    """
+    Keeps a [`SparseRolloutGRPOTrainer`] from training on rollouts that have drifted from its policy.
+
+    The tail acceptance that the trainer measures controls the schedule: bins of cached length below the target get
+    larger budgets, bins above it smaller ones, in the running engine. When a step breaks (a tail under a hard floor, a
+    spike of the divergence, a collapse of the completions' length or of the reward), budgets are raised and the next
+    rollouts are dense for a number of steps; after too many breaks training stops with a checkpoint.
+
+    With `schedule="auto"` the first rollouts keep all pages. From them the acceptance of several budgets is measured,
+    teacher-forced, and the cheapest schedule that holds the target is taken, which then follows the tail as any other.
+
+    Each change is logged with its reason, and kept in `history` and beside the checkpoints (`schedule_guard.json`).
+    Logged metrics are `guard/changed_bins`, `guard/break` and `guard/dense`.
+
+    Args:
+        config ([`ScheduleGuardConfig`], *optional*):
+            Configuration; by default a default one.
+
+    Attributes:
+        history (`list[dict]`): What was done: `step`, `event` and `text`.
+
+    Example:
+
+    ```python
+    >>> guard = ScheduleGuardCallback(ScheduleGuardConfig(target_acceptance=0.86, max_breaks=3))
+    >>> trainer = SparseRolloutGRPOTrainer(..., schedule="auto", callbacks=[guard])
+    >>> trainer.train()
+    ```
+    """
+
+    def __init__(self, config: ScheduleGuardConfig | None = None):
+        self.config = config or ScheduleGuardConfig()
+        self.history: list[dict[str, Any]] = []
+        self._trainer = None
+        self._dense = ExitStack()
+        self._dense_left = 0
+        self._breaks: list[int] = []
+        self._inputs = []
+        self._signals: RolloutSignals | None = None
+        self._rates = {}
+
+    def attach(self, trainer: "SparseRolloutGRPOTrainer") -> None:
+        """
+        Called by the `trainer` that this callback is given to.
+
+        Raises:
+            ValueError: for a trainer that measures no acceptance, a second callback that changes the schedule, and a
+                schedule that is to be found under FSDP or DeepSpeed.
+        """
+        _check_training(trainer)
+        config, schedule = self.config, trainer.schedule
+        target = config.target_acceptance or schedule.target_acceptance or DEFAULT_TARGET
+        tail_floor = max(0.0, target - 0.15) if config.tail_floor is None else config.tail_floor
+        self._detector = BreakDetector(
+            BreakLimits(tail_floor, config.kl_factor, config.kl_limit, config.length_drop, config.reward_drop)
+        )
+        self._controller = BudgetController(
+            schedule,
+            trainer.vllm_generation.max_context_tokens,
+            target=target,
+            headroom=config.headroom,
+            min_tokens=config.min_tokens,
+            max_change=config.max_change,
+            floor=config.floor,
+        )
+        self._searching = trainer.is_auto_schedule
+        self._trainer = trainer
+        trainer.rollout_listeners.append(self._keep_rollout)
+        if self._searching:
+            trainer.trajectory_listeners.append(self._keep_inputs)
+
+    @property
+    def is_dense(self) -> bool:
+        """`bool`: Whether rollouts are dense after a break."""
+        return self._dense_left > 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if self._trainer is None:
+            raise ValueError(
+                "`ScheduleGuardCallback` is attached to no trainer with sparse rollouts: pass it in the `callbacks` "
+                "of a `SparseRolloutGRPOTrainer`. Other trainers, and `add_callback` after construction, do not "
+                "attach it."
+            )
+        self._signals = None
+        self._inputs.clear()
+        if state.global_step:
+            self._resume(args, state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        signals, self._signals = self._signals, None
+        if signals is None:  # no new rollouts were made for this step
+            return
+        metrics = {"dense": float(self.is_dense), "break": 0.0, "changed_bins": 0.0}
+        if self.is_dense:
+            self._dense_left -= 1
+            if not self.is_dense:
+                self._dense.close()
+                self._note(state, "sparse", "rollouts are sparse again")
+        elif reasons := self._detector.update(signals):
+            metrics["break"] = 1.0
+            self._fall_back(state, control, "; ".join(reasons))
+        elif self._searching:
+            self._search(state)
+        elif self.config.adapt:
+            metrics["changed_bins"] = float(len(self._apply(state, self._controller.update(self._rates))))
+        for name, value in metrics.items():
+            self._trainer._metrics["train"][f"guard/{name}"].append(value)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        folder = checkpoint_folder(args, state)
+        # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
+        if not state.is_world_process_zero or not folder.is_dir():
+            return
+        values = {
+            "detector": self._detector.state_dict(),
+            "searching": self._searching,
+            "dense_left": self._dense_left,
+            "breaks": self._breaks,
+            "history": self.history,
+        }
+        write_atomically(folder / STATE_NAME, dump_json_object(values, STATE_NAME, MAX_STATE_BYTES))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self._dense.close()
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        # The trainer has restored the checkpoint's schedule.
+        self._controller.set_schedule(self._trainer.schedule)
+        folders = resumed_checkpoints(self._trainer, args, state)
+        folder = next((folder for folder in folders if (folder / STATE_NAME).is_file()), None)
+        if folder is None:
+            logger.warning(
+                f"No {STATE_NAME} found for the checkpoint of step {state.global_step}: the guard starts anew."
+            )
+            return
+        values = read_json_object(folder / STATE_NAME, MAX_STATE_BYTES)
+        try:
+            self._detector.load_state_dict(values["detector"])
+            self._searching, self._dense_left = values["searching"], values["dense_left"]
+            self._breaks, self.history = values["breaks"], values["history"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{folder / STATE_NAME} is damaged: {type(error).__name__}: {error}") from error
+        if self.is_dense:
+            self._dense.enter_context(self._trainer.vllm_generation.dense_rollouts())
+
+    def _keep_rollout(self) -> None:
+        """Keep what the rollouts of this step measured; all of it is the same on every process."""
+        trainer = self._trainer
+        latest = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
+        self._rates = dict(trainer.acceptance.step_rates)
+        quantile = trainer.schedule.tail_quantile
+        # Where no bin has enough tokens by itself, all of them together may.
+        groups = [*self._rates.values(), np.concatenate([np.empty(0), *self._rates.values()])]
+        tails = [float(np.quantile(rates, quantile)) for rates in groups if len(rates) >= self.config.step_tokens]
+        self._signals = RolloutSignals(
+            tail=min(tails, default=None),
+            kl=latest.get("kl/sparse_dense") if self._rates else None,
+            length=latest.get("completions/mean_length"),
+            reward=latest.get("reward"),
+        )
+
+    def _keep_inputs(self, inputs: dict[str, Any]) -> None:
+        if self._searching:
+            self._inputs.append(Trajectories.from_inputs(inputs))
+
+    def _apply(self, state: TrainerState, changes: list) -> list:
+        if changes:
+            self._trainer.schedule = self._controller.schedule
+            for change in changes:
+                self._note(state, "budget", str(change))
+        return changes
+
+    def _fall_back(self, state: TrainerState, control: TrainerControl, reason: str) -> None:
+        config = self.config
+        self._note(state, "break", f"{reason}. Rollouts are dense for {config.dense_steps} steps", logging.WARNING)
+        if config.adapt and not self._searching:
+            # What broke may go on where it was; dense rollouts do not tell.
+            self._apply(state, self._controller.raise_all(config.max_change, "a break"))
+        self._dense_left = config.dense_steps
+        self._dense.enter_context(self._trainer.vllm_generation.dense_rollouts())
+        self._breaks = [step for step in self._breaks if step > state.global_step - config.break_window]
+        self._breaks.append(state.global_step)
+        if config.max_breaks is not None and len(self._breaks) >= config.max_breaks:
+            text = f"training stops with a checkpoint after {len(self._breaks)} breaks in {config.break_window} steps"
+            self._note(state, "stop", text, logging.ERROR)
+            control.should_save = control.should_training_stop = True
+
+    def _search(self, state: TrainerState) -> None:
+        """Measure several budgets on the rollouts since the start, and take the cheapest schedule that will do."""
+        trainer, config = self._trainer, self.config
+        schedule = self._controller.schedule
+        reserved = schedule.sink_pages + schedule.recent_pages
+        most = -(-self._controller.max_tokens // schedule.page_size)
+        page_counts = np.unique(np.geomspace(reserved + 1, most, config.auto_budgets).round().astype(int)).tolist()
+        tails, counts = self._measure(schedule, page_counts)
+        if not (counts >= config.step_tokens).any():
+            return  # the next step adds to it
+        found = search_schedule(
+            page_counts,
+            tails,
+            counts,
+            bin_tokens=schedule.bin_tokens,
+            target_acceptance=self._controller.target,
+            min_tokens=config.step_tokens,
+            allow_dense=True,
+            **schedule.recipe,
+        ).schedule
+        self._searching = False
+        self._inputs.clear()
+        self._controller.set_schedule(replace(schedule, top_k_pages=found.top_k_pages))
+        trainer.schedule = self._controller.schedule
+        pages = ", ".join(str(count + reserved) for count in trainer.schedule.top_k_pages)
+        self._note(state, "search", f"the schedule keeps {pages} pages, in bins of {schedule.bin_tokens} tokens")
+
+    def _measure(self, schedule: SparsityScheduleConfig, page_counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Tails and tokens `[budgets, bins]`, over the sequences of all processes."""
+        trainer = self._trainer
+        reserved = schedule.sink_pages + schedule.recent_pages
+        fixed = [replace(schedule, top_k_pages=[count - reserved], layer_top_k_pages=None) for count in page_counts]
+        trackers = [AcceptanceTracker(entry) for entry in fixed]
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        with evaluating(policy), trainer.accelerator.autocast():
+            for sequence in self._sequences():
+                rates = sequence_acceptance(
+                    policy, sequence, fixed, temperature=trainer.temperature, adapter=trainer.vllm_generation.adapter
+                )
+                for tracker, values in zip(trackers, rates, strict=True):
+                    tracker.update(values, values, sequence.cached_lengths)
+        num_bins = schedule.bin_index(self._controller.max_tokens) + 1
+        tails, counts = np.full((len(fixed), num_bins), np.nan), np.zeros((len(fixed), num_bins), dtype=int)
+        for index, tracker in enumerate(trackers):
+            tracker.end_step(trainer.accelerator)
+            for entry in tracker.bin_statistics():
+                place = index, entry.start // schedule.bin_tokens
+                tails[place], counts[place] = entry.tail, entry.tokens
+        return tails, counts
+
+    def _sequences(self) -> Iterator[TokenSequence]:
+        return islice(chain.from_iterable(batch.sequences() for batch in self._inputs), self.config.auto_sequences)
+
+    def _note(self, state: TrainerState, event: str, text: str, level: int = logging.INFO) -> None:
+        self.history.append({"step": state.global_step, "event": event, "text": text})
+        if state.is_world_process_zero:
+            logger.log(level, f"Schedule guard, step {state.global_step}: {text}.")
+
+
+def starting_schedule(args: "SparseRolloutGRPOConfig") -> SparsityScheduleConfig:
+    """
+    The schedule that `"auto"` begins with: it keeps all pages.
+
+    Args:
+        args ([`SparseRolloutGRPOConfig`]): Configuration of the trainer, which says how long contexts are.
+    """
+    schedule = SparsityScheduleConfig(top_k_pages=[MAX_PAGES], bin_tokens=AUTO_BIN_TOKENS)
+    longest = args.vllm_max_model_length or args.max_completion_length
+    pages = max(1, min(AUTO_BIN_TOKENS, longest // AUTO_BINS) // schedule.page_size)
+    return SparsityScheduleConfig(top_k_pages=[MAX_PAGES], bin_tokens=pages * schedule.page_size)
+
+
+def _check_training(trainer: "SparseRolloutGRPOTrainer") -> None:
+    if not trainer.args.acceptance_probe_fraction:
+        raise ValueError(
+            "ScheduleGuardCallback goes by the measured tail acceptance, but acceptance_probe_fraction is 0. Set it "
+            "to a share of the rollouts to measure, such as 0.1."
+        )
+    others = [callback for callback in trainer.callback_handler.callbacks if _changes_schedule(callback)]
+    if len(others) > 1:
+        names = " and a ".join(type(callback).__name__ for callback in others)
+        raise ValueError(f"The trainer got a {names}, and each would change the schedule. Give one of them.")
+    if trainer.is_auto_schedule and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        raise ValueError(
+            "schedule='auto' does not support FSDP and DeepSpeed, outside of whose engines budgets would be measured. "
+            "Run `sparrow-trl calibrate` first, and give its schedule."
+        )
+
+
+def _changes_schedule(callback: TrainerCallback) -> bool:
+    stages = getattr(getattr(callback, "config", None), "stages", None)
+    return isinstance(callback, ScheduleGuardCallback) or bool(stages)
