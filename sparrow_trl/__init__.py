@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         config,
         cost_model,
         distill,
+        guard,
         rollout,
         rollout_adapter,
         schedule,

@@ -351,10 +351,13 @@ class AcceptanceTracker:
         self.step_rates: dict[int, np.ndarray] = {}
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
-        """Go on under another `schedule` ([`SparsityScheduleConfig`]); what was measured before is dropped."""
-        if schedule != self.schedule:
-            self.schedule = schedule
+        """
+        Go on under another `schedule` ([`SparsityScheduleConfig`]). What was measured before is dropped where its bins
+        are others.
+        """
+        if (schedule.page_size, schedule.bin_tokens) != (self.schedule.page_size, self.schedule.bin_tokens):
             self.reset()
+        self.schedule = schedule
 
     def update(self, lower: torch.Tensor, upper: torch.Tensor, cached_lengths: torch.Tensor) -> None:
         """

@@ -436,7 +436,7 @@ class _Passes:
         float16, in which one query rounds otherwise than many; with kernels, which see whole sequences; and for models
         whose caches drop tokens.
         """
-        exact = self.model.dtype in (torch.float32, torch.float64)
+        exact = self.model.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(device.type)
         if self.adapter is not None or device.type != "cpu" or not exact or _cache_argument(self.backbone) is None:
             return None
         cache = DynamicCache(config=self.model.config)

@@ -171,8 +171,8 @@ def sparse_attention_context(
             told = [name for name in ("attention_mask", "position_ids") if inputs.get(name) is not None]
             if tokens.shape[0] != 1 or told:
                 raise ValueError(
-                    f"`cached_tokens` is for a single row without padding, got {tokens.shape[0]} rows"
-                    + (f" and {' and '.join(told)}." if told else ".")
+                    f"`cached_tokens` is for a single row without padding, but the forward pass has "
+                    f"{tokens.shape[0]} row(s){' with ' + ' and '.join(told) if told else ''}."
                 )
             layout = SequenceLayout(1, cached_tokens + tokens.shape[1], tokens.device)
         else:
@@ -279,7 +279,7 @@ def sparse_attention_forward(
     if tokens != query.shape[2] + cached:
         raise ValueError(
             f"Sparse attention sees whole sequences, got {query.shape[2]} queries for {tokens} cached keys. Run the "
-            "model without a filled KV cache."
+            "model without a filled KV cache, or say by `cached_tokens` how many tokens are in it."
         )
     if sparse_forward is None:
         if sparsity_schedule is None or prompt_lengths is None:

@@ -1,7 +1,7 @@
 """Sudden breaks of a training run, from what each of its rollouts measured."""
 
 from collections import deque
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -66,7 +66,7 @@ class BreakDetector:
     """
     Compares each step's rollouts with limits and with the level of the steps before.
 
-    Steps with a break do not count towards the level.
+    Steps with a break do not count towards the level. Numbers must be finite.
 
     Args:
         limits ([`BreakLimits`]): What counts as a break.
@@ -74,7 +74,7 @@ class BreakDetector:
 
     def __init__(self, limits: BreakLimits):
         self.limits = limits
-        self._levels = {field.name: deque(maxlen=HISTORY) for field in fields(RolloutSignals)}
+        self._levels = {name: deque(maxlen=HISTORY) for name in ("kl", "length", "reward")}
         self._low = dict.fromkeys(("length", "reward"), 0)
 
     def update(self, signals: RolloutSignals) -> list[str]:
@@ -111,10 +111,23 @@ class BreakDetector:
                 usual = f"{self._level(name):.4g} {unit}".strip()
                 reasons.append(f"{subject} {value:.4g}{' ' + unit if unit else ''}, where {usual} is usual")
         if not suspicious:
-            for name, value in asdict(signals).items():
-                if value is not None:
-                    self._levels[name].append(value)
+            self.learn(signals)
+        if reasons:
+            # What follows is compared anew, by two steps in a row.
+            self._low = dict.fromkeys(self._low, 0)
         return reasons
+
+    def learn(self, signals: RolloutSignals) -> None:
+        """
+        Let a step count towards the level, without looking for a break.
+
+        Args:
+            signals ([`RolloutSignals`]): What its rollouts measured.
+        """
+        for name, values in self._levels.items():
+            value = getattr(signals, name)
+            if value is not None:
+                values.append(value)
 
     def _level(self, name: str) -> float | None:
         values = self._levels[name]

@@ -16,6 +16,9 @@ TAIL_EXPONENT = 0.65
 # Standard normal quantile: bounds of a tail hold with 95% each.
 CONFIDENCE = 1.645
 
+# Bins with a budget of their own; longer contexts share the last one's.
+MAX_BINS = 256
+
 # Most tokens that a bin is judged by, as a multiple of the fewest: older ones are of another policy.
 WINDOW = 4
 
@@ -59,7 +62,8 @@ class BudgetController:
     target with 95% confidence, or, with `min_tokens` tokens, more than `headroom` below it. It is lowered when, with
     as many tokens, the tail is above the target with that confidence and by more than `headroom`. By how much follows
     from the distance, within a factor of `max_change`. Longer bins keep no fewer pages than shorter ones, as in
-    calibrated schedules. Tokens of one completion are alike, so the confidence is less than its name.
+    calibrated schedules. Tokens of one completion are alike, so the confidence is less than its name. What a bin was
+    judged by is no part of a checkpoint.
 
     Args:
         schedule ([`SparsityScheduleConfig`]):
@@ -75,14 +79,14 @@ class BudgetController:
         max_change (`float`, *optional*, defaults to `1.5`):
             Largest factor of one change.
         floor ([`SparsityScheduleConfig`], *optional*):
-            No bin gets fewer pages than here.
+            No context gets fewer tokens than here.
 
     Example:
 
     ```python
     >>> controller = BudgetController(schedule, max_tokens=16384, target=0.86)
     >>> controller.update({0: rates_of_the_first_bin})
-    [BudgetChange(start=0, before=64, after=96, tail=0.81, tokens=1400, reason='tail 0.810 below 0.860')]
+    [BudgetChange(start=0, before=64, after=96, tail=0.81, tokens=1400, ...), ...]
     >>> controller.schedule.top_k_pages
     [93, 93, ...]
     ```
@@ -99,8 +103,10 @@ class BudgetController:
         max_change: float = 1.5,
         floor: SparsityScheduleConfig | None = None,
     ):
+        if not 0 < target < 1:
+            raise ValueError(f"The target of a tail acceptance must be between 0 and 1, both excluded, got {target}.")
         self.target = target
-        self.headroom = headroom
+        self.headroom = min(headroom, (1 - target) / 2)
         self.min_tokens = min_tokens
         self.max_change = max_change
         self.max_tokens = max_tokens
@@ -109,30 +115,23 @@ class BudgetController:
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
         """Go on from `schedule` ([`SparsityScheduleConfig`]); what was measured under another one is forgotten."""
-        if self.floor is not None and (self.floor.page_size, self.floor.bin_tokens) != (
-            schedule.page_size,
-            schedule.bin_tokens,
-        ):
-            raise ValueError(
-                f"The floor has pages of {self.floor.page_size} tokens and bins of {self.floor.bin_tokens}, the "
-                f"schedule {schedule.page_size} and {schedule.bin_tokens}. Use the same."
-            )
         self._schedule = schedule
         self._reserved = schedule.sink_pages + schedule.recent_pages
-        num_bins = schedule.bin_index(self.max_tokens) + 1
+        num_bins = min(schedule.bin_index(self.max_tokens) + 1, MAX_BINS)
         # Pages of the longest context of each bin: keeping more means nothing, but reserved ones are always kept.
-        most = [_most_pages(schedule, index, self.max_tokens) for index in range(num_bins)]
-        self._most = np.maximum(most, self._reserved)
+        last = np.array([_last_length(schedule, index, self.max_tokens) for index in range(num_bins)])
+        self._most = np.maximum(-(-last // schedule.page_size), self._reserved)
         tables = {None: schedule.top_k_pages, **(schedule.layer_top_k_pages or {})}
         self._pages = {
             key: np.minimum(np.array(_extended(table, num_bins)) + self._reserved, self._most)
             for key, table in tables.items()
         }
-        least = np.zeros(num_bins, dtype=int)
+        least = np.full(num_bins, self._reserved)
         if self.floor is not None:
-            reserved = self.floor.sink_pages + self.floor.recent_pages
-            least = np.array(_extended(self.floor.top_k_pages, num_bins)) + reserved
-        self._least = np.minimum(np.maximum(least, self._reserved), self._most)
+            budgets = np.array([self.floor.budget(length) for length in last.tolist()])
+            least = np.maximum(least, -(-budgets // schedule.page_size))
+        self._least = np.minimum(least, self._most)
+        self._pages = {key: np.maximum(pages, self._least) for key, pages in self._pages.items()}
         self._windows = {index: [] for index in range(num_bins)}
 
     @property
@@ -154,8 +153,7 @@ class BudgetController:
             `list[BudgetChange]`: what changed in the base table, shortest bin first.
         """
         for index, values in rates.items():
-            if index in self._windows:
-                self._windows[index].append(np.asarray(values, dtype=float))
+            self._windows[min(index, len(self._windows) - 1)].append(np.asarray(values, dtype=float))
         factors, reasons = {}, {}
         for index in self._windows:
             measured = self._tail(index)
@@ -190,7 +188,7 @@ class BudgetController:
             direction = -1
         else:
             return 1
-        aim = min(self.target + self.headroom / 2, (1 + self.target) / 2)
+        aim = self.target + self.headroom / 2
         factor = (max(1 - tail, 1e-9) / (1 - aim)) ** (1 / TAIL_EXPONENT)
         limits = (1, self.max_change) if direction > 0 else (1 / self.max_change, 1)
         # Just off 1 where the distance is small, so that at least one page changes.
@@ -225,5 +223,7 @@ def _extended(table: list[int], num_bins: int) -> list[int]:
     return [table[min(index, len(table) - 1)] for index in range(num_bins)]
 
 
-def _most_pages(schedule: SparsityScheduleConfig, index: int, max_tokens: int) -> int:
-    return math.ceil(min(schedule.bin_lengths(index)[1], max_tokens) / schedule.page_size)
+def _last_length(schedule: SparsityScheduleConfig, index: int, max_tokens: int) -> int:
+    """Longest context of a bin; the last bin that has a budget of its own stands for all longer ones."""
+    last = max_tokens if index == MAX_BINS - 1 else schedule.bin_lengths(index)[1]
+    return max(1, min(last, max_tokens))

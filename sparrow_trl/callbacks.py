@@ -11,6 +11,7 @@ from .acceptance import AcceptanceTracker
 from .acceptance_report import plot_acceptance, print_acceptance_table
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .pictures import save_figure
+from .schedule import SparsityScheduleConfig
 
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+# Above it the paper finds training stable (section 3.2).
+DEFAULT_TARGET = 0.86
 
 STATISTICS_NAME = "acceptance_statistics.json"
 PICTURE_NAME = "acceptance.png"
@@ -60,12 +64,7 @@ class TailAcceptanceCallback(TrainerCallback):
     def tracker(self) -> AcceptanceTracker:
         """The trainer's statistics ([`AcceptanceTracker`]); complete on the main process."""
         tracker = getattr(self._trainer, "acceptance", None)
-        if tracker is None:
-            raise ValueError(
-                "`TailAcceptanceCallback` is attached to no trainer that measures acceptance: pass it in the "
-                "`callbacks` of a `SparseRolloutGRPOTrainer`. Other trainers, and `add_callback` after construction, "
-                "do not attach it."
-            )
+        check_attached(self, tracker)
         return tracker
 
     def load_statistics(self, checkpoint: str | Path) -> None:
@@ -103,9 +102,8 @@ class TailAcceptanceCallback(TrainerCallback):
             tracker.reset()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        folder = checkpoint_folder(args, state)
-        # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
-        if not state.is_world_process_zero or not folder.is_dir():
+        folder = checkpoint_to_write(args, state)
+        if folder is None:
             return
         try:
             data = dump_json_object(self.tracker.state_dict(), STATISTICS_NAME, MAX_STATISTICS_BYTES)
@@ -128,6 +126,18 @@ class TailAcceptanceCallback(TrainerCallback):
         save_figure(figure, folder / PICTURE_NAME)
 
 
+def target_of(config, schedule: SparsityScheduleConfig) -> float:
+    """
+    Tail acceptance to hold.
+
+    Args:
+        config: A callback's configuration, whose `target_acceptance` comes first.
+        schedule ([`SparsityScheduleConfig`]): The trainer's schedule, whose own comes next.
+    """
+    given = (config.target_acceptance, schedule.target_acceptance, DEFAULT_TARGET)
+    return next(target for target in given if target is not None)
+
+
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
     """
     Folder of the checkpoint of a step.
@@ -137,6 +147,34 @@ def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
         state ([`~transformers.TrainerState`]): Its state, which says the step.
     """
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def checkpoint_to_write(args: TrainingArguments, state: TrainerState) -> Path | None:
+    """
+    Folder of the checkpoint that has just been saved, on the main process; `None` on others, and where there is none.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]): Arguments of the training.
+        state ([`~transformers.TrainerState`]): Its state.
+    """
+    folder = checkpoint_folder(args, state)
+    # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
+    return folder if state.is_world_process_zero and folder.is_dir() else None
+
+
+def check_attached(callback: TrainerCallback, trainer) -> None:
+    """
+    Refuse, with a `ValueError`, a callback that no trainer with sparse rollouts has attached.
+
+    Args:
+        callback ([`~transformers.TrainerCallback`]): The callback.
+        trainer ([`SparseRolloutGRPOTrainer`] or `None`): What it is attached to, or what it needs of it.
+    """
+    if trainer is None:
+        raise ValueError(
+            f"`{type(callback).__name__}` is attached to no trainer with sparse rollouts: pass it in the `callbacks` "
+            "of a `SparseRolloutGRPOTrainer`. Other trainers, and `add_callback` after construction, do not attach it."
+        )
 
 
 def resumed_checkpoints(trainer, args: TrainingArguments, state: TrainerState) -> list[Path]:

@@ -55,8 +55,8 @@ class SparseRolloutGRPOConfig(GRPOConfig):
         > Parameters that control the sparse rollouts
 
         sparsity_schedule (`str`, *optional*):
-            Sparsity schedule of the rollouts: the name of a published preset, a local path or a Hub id. The trainer's
-            `schedule` argument takes an object instead.
+            Sparsity schedule of the rollouts: the name of a published preset, a local path or a Hub id, or `auto` to
+            find one during the first steps. The trainer's `schedule` argument takes an object instead.
         dense_evaluation (`bool`, *optional*, defaults to `True`):
             Whether `evaluate()` samples with dense attention. If `False`, it samples like the rollouts.
         vllm_block_size (`int`, *optional*):
@@ -101,8 +101,8 @@ class SparseRolloutGRPOConfig(GRPOConfig):
     sparsity_schedule: str | None = field(
         default=None,
         metadata={
-            "help": "Sparsity schedule of the rollouts: the name of a published preset, a local path or a Hub id. The "
-            "trainer's `schedule` argument takes an object instead."
+            "help": "Sparsity schedule of the rollouts: the name of a published preset, a local path or a Hub id, or "
+            "`auto` to find one during the first steps. The trainer's `schedule` argument takes an object instead."
         },
     )
     dense_evaluation: bool = field(

@@ -25,7 +25,7 @@ from transformers import (
 
 from .acceptance import AcceptanceTracker
 from .acceptance_sweep import evaluating, sequence_acceptance
-from .callbacks import checkpoint_folder, resumed_checkpoints
+from .callbacks import check_attached, checkpoint_to_write, resumed_checkpoints, target_of
 from .distill_stages import StageController
 from .distill_step import DIVERGENCES, SAMPLED_DIVERGENCE, AdapterTrainer, Trajectories
 from .json_files import write_atomically
@@ -42,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "distill_sparse"
 STATE_NAME = "distill_state.pt"
-
-# The paper's threshold, for schedules that name none.
-DEFAULT_TARGET = 0.86
 
 
 @dataclass
@@ -214,6 +211,7 @@ class DistillSparseCallback(TrainerCallback):
         self._trainer = None
         self._adapter_trainer = None
         self._pending = []
+        self._rollout_schedule = None
 
     def attach(self, trainer: "SparseRolloutGRPOTrainer") -> None:
         """
@@ -229,7 +227,7 @@ class DistillSparseCallback(TrainerCallback):
         _check_training(trainer, self.config)
         self._stages = [trainer.schedule, *self.config.stages]
         _check_stages(self._stages, policy.config.num_hidden_layers)
-        target = self.config.target_acceptance or trainer.schedule.target_acceptance or DEFAULT_TARGET
+        target = target_of(self.config, trainer.schedule)
         self._controller = StageController(
             len(self._stages), target, self.config.stage_patience, self.config.stage_margin
         )
@@ -245,7 +243,7 @@ class DistillSparseCallback(TrainerCallback):
         self.adapter.engine_dtype = trainer.vllm_generation.engine_dtype
         self._trainer = trainer
         trainer.vllm_generation.adapter = self.adapter
-        trainer.trajectory_listeners.append(self._pending.append)
+        trainer.trajectory_listeners.append(self._keep)
 
     @property
     def stage(self) -> int:
@@ -253,12 +251,7 @@ class DistillSparseCallback(TrainerCallback):
         return self._controller.stage
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        if self._trainer is None:
-            raise ValueError(
-                "`DistillSparseCallback` is attached to no trainer with sparse rollouts: pass it in the `callbacks` "
-                "of a `SparseRolloutGRPOTrainer`. Other trainers, and `add_callback` after construction, do not "
-                "attach it."
-            )
+        check_attached(self, self._trainer)
         trainer = self._trainer
         self._pending.clear()
         self._adapter_trainer = AdapterTrainer(
@@ -278,16 +271,15 @@ class DistillSparseCallback(TrainerCallback):
         batches = [self._trajectories(inputs) for inputs in self._pending]
         self._pending.clear()
         trainer = self._trainer
-        metrics = self._adapter_trainer.step(batches, trainer.schedule)
+        metrics = self._adapter_trainer.step(batches, self._rollout_schedule)
         if len(self._stages) > 1 and state.global_step % self.config.stage_check_interval == 0:
             metrics |= self._check_stage(batches)
         for name, value in metrics.items():
             trainer._metrics["train"][f"distill/{name}"].append(value)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        checkpoint = checkpoint_folder(args, state)
-        # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
-        if not state.is_world_process_zero or not checkpoint.is_dir():
+        checkpoint = checkpoint_to_write(args, state)
+        if checkpoint is None:
             return
         folder = checkpoint / ADAPTER_FOLDER
         self.save_pretrained(folder, base_model=checkpoint)
@@ -334,6 +326,11 @@ class DistillSparseCallback(TrainerCallback):
         self.adapter.load_pretrained(folder)
         self._adapter_trainer.load_state_dict(resumed)
         self._use_stage()
+
+    def _keep(self, inputs: dict[str, Any]) -> None:
+        self._pending.append(inputs)
+        # Another callback may change it before this one's step.
+        self._rollout_schedule = self._trainer.schedule
 
     def _trajectories(self, inputs: dict[str, Any]) -> Trajectories:
         return Trajectories.from_inputs(

@@ -4,22 +4,24 @@ first steps, and dense rollouts when something breaks.
 """
 
 import logging
-from collections.abc import Iterator
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import inf
 from numbers import Integral, Real
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .acceptance import AcceptanceTracker
-from .acceptance_sweep import TokenSequence, evaluating, sequence_acceptance
+from .acceptance_sweep import evaluating, sequence_acceptance
 from .break_detector import BreakDetector, BreakLimits, RolloutSignals
-from .budget_controller import BudgetController
-from .callbacks import checkpoint_folder, resumed_checkpoints
+from .budget_controller import BudgetChange, BudgetController
+from .callbacks import check_attached, checkpoint_to_write, resumed_checkpoints, target_of
 from .distill_step import Trajectories
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .number_checks import check_numbers
@@ -35,11 +37,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AUTO_SCHEDULE = "auto"
+# Steps with too few tokens after which the search for a schedule gives up.
+MAX_SEARCHES = 5
+
+# Bins that one entry of the history names, and entries that a checkpoint keeps.
+MAX_NOTED = 8
+MAX_HISTORY = 10_000
 STATE_NAME = "schedule_guard.json"
 MAX_STATE_BYTES = 16 * 2**20
-
-# Tail acceptance above which the paper finds training stable (section 3.2).
-DEFAULT_TARGET = 0.86
 
 # An automatic schedule has bins of this many tokens, or as many bins as this where contexts are short.
 AUTO_BIN_TOKENS = 2048
@@ -57,12 +62,13 @@ class ScheduleGuardConfig:
             0.86.
         headroom (`float`, *optional*, defaults to `0.01`):
             How far from the target a tail may be without a change.
-        min_tokens (`int`, *optional*, defaults to `1000`):
-            Measured tokens that a bin needs before its budget is lowered.
+        min_tokens (`int`, *optional*):
+            Measured tokens that a bin needs before its budget is lowered. By default 50 over the schedule's
+            `tail_quantile`, 1000 for the 5th percentile.
         max_change (`float`, *optional*, defaults to `1.5`):
             Largest factor by which a budget changes at once.
         floor ([`SparsityScheduleConfig`] or `str`, *optional*):
-            Schedule that budgets never fall below.
+            Schedule that budgets never fall below, in tokens.
         adapt (`bool`, *optional*, defaults to `True`):
             Whether budgets follow the tail. `False` only watches for breaks.
 
@@ -78,8 +84,9 @@ class ScheduleGuardConfig:
             Share of their level below which the length of completions is one.
         reward_drop (`float`, *optional*, defaults to `0.5`):
             Share of its level by which the reward may fall.
-        step_tokens (`int`, *optional*, defaults to `200`):
-            Measured tokens of one step that a bin needs before its tail is compared with `tail_floor`.
+        step_tokens (`int`, *optional*):
+            Measured tokens of one step that a bin needs before its tail is compared with `tail_floor`. By default 10
+            over the schedule's `tail_quantile`, 200 for the 5th percentile.
 
         > Parameters that control what happens then
 
@@ -93,14 +100,14 @@ class ScheduleGuardConfig:
         > Parameters that control the search for a schedule (`schedule="auto"`)
 
         auto_sequences (`int`, *optional*, defaults to `8`):
-            Rollouts of each process that budgets are measured on, teacher-forced.
+            Rollouts of a step and process that budgets are measured on, teacher-forced.
         auto_budgets (`int`, *optional*, defaults to `10`):
             How many budgets.
     """
 
     target_acceptance: float | None = None
     headroom: float = 0.01
-    min_tokens: int = 1000
+    min_tokens: int | None = None
     max_change: float = 1.5
     floor: SparsityScheduleConfig | str | None = None
     adapt: bool = True
@@ -109,7 +116,7 @@ class ScheduleGuardConfig:
     kl_factor: float = 5.0
     length_drop: float = 0.5
     reward_drop: float = 0.5
-    step_tokens: int = 200
+    step_tokens: int | None = None
     dense_steps: int = 10
     max_breaks: int | None = None
     break_window: int = 200
@@ -136,7 +143,7 @@ class ScheduleGuardConfig:
                 ("auto_sequences", Integral, 1, inf),
                 ("auto_budgets", Integral, 2, 100),
             ),
-            optional=("target_acceptance", "tail_floor", "max_breaks"),
+            optional=("target_acceptance", "min_tokens", "tail_floor", "step_tokens", "max_breaks"),
         )
         if self.floor is not None:
             self.floor = SparsityScheduleConfig.resolve(self.floor)
@@ -178,41 +185,52 @@ class ScheduleGuardCallback(TrainerCallback):
         self.history: list[dict[str, Any]] = []
         self._trainer = None
         self._dense = ExitStack()
-        self._dense_left = 0
-        self._breaks: list[int] = []
         self._inputs = []
-        self._signals: RolloutSignals | None = None
-        self._rates = {}
+        self._rollouts: list[tuple[dict[int, np.ndarray], RolloutSignals]] = []
 
     def attach(self, trainer: "SparseRolloutGRPOTrainer") -> None:
         """
         Called by the `trainer` that this callback is given to.
 
         Raises:
-            ValueError: for a trainer that measures no acceptance, a second callback that changes the schedule, and a
-                schedule that is to be found under FSDP or DeepSpeed.
+            ValueError: for a trainer that measures no acceptance, a second callback that changes the schedule, a
+                target of 0 or 1, and a schedule that is to be found under FSDP or DeepSpeed.
         """
         _check_training(trainer)
         config, schedule = self.config, trainer.schedule
-        target = config.target_acceptance or schedule.target_acceptance or DEFAULT_TARGET
+        quantile = schedule.tail_quantile
+        self._step_tokens = config.step_tokens or math.ceil(10 / quantile)
+        self._adapts = config.adapt and not schedule.is_dense
+        self._controller = BudgetController(
+            schedule,
+            trainer.vllm_generation.max_context_tokens,
+            target=target_of(config, schedule),
+            headroom=config.headroom,
+            min_tokens=config.min_tokens or math.ceil(50 / quantile),
+            max_change=config.max_change,
+            floor=config.floor,
+        )
+        self._trainer = trainer
+        self._start(searching=trainer.is_auto_schedule)
+        trainer.rollout_listeners.append(self._keep_rollout)
+        if trainer.is_auto_schedule:
+            trainer.trajectory_listeners.append(self._keep_inputs)
+
+    def _start(self, searching: bool) -> None:
+        """As at the first step."""
+        config, target = self.config, self._controller.target
         tail_floor = max(0.0, target - 0.15) if config.tail_floor is None else config.tail_floor
         self._detector = BreakDetector(
             BreakLimits(tail_floor, config.kl_factor, config.kl_limit, config.length_drop, config.reward_drop)
         )
-        self._controller = BudgetController(
-            schedule,
-            trainer.vllm_generation.max_context_tokens,
-            target=target,
-            headroom=config.headroom,
-            min_tokens=config.min_tokens,
-            max_change=config.max_change,
-            floor=config.floor,
-        )
-        self._searching = trainer.is_auto_schedule
-        self._trainer = trainer
-        trainer.rollout_listeners.append(self._keep_rollout)
-        if self._searching:
-            trainer.trajectory_listeners.append(self._keep_inputs)
+        self._searching = searching
+        self._trackers: list[AcceptanceTracker] = []
+        self._searches = 0
+        self._dense.close()
+        self._dense_left = 0
+        self._breaks: list[int] = []
+        self._inputs.clear()
+        self._rollouts.clear()
 
     @property
     def is_dense(self) -> bool:
@@ -220,23 +238,24 @@ class ScheduleGuardCallback(TrainerCallback):
         return self._dense_left > 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        if self._trainer is None:
-            raise ValueError(
-                "`ScheduleGuardCallback` is attached to no trainer with sparse rollouts: pass it in the `callbacks` "
-                "of a `SparseRolloutGRPOTrainer`. Other trainers, and `add_callback` after construction, do not "
-                "attach it."
-            )
-        self._signals = None
-        self._inputs.clear()
+        check_attached(self, self._trainer)
         if state.global_step:
+            # The trainer has restored the checkpoint's schedule.
+            self._controller.set_schedule(self._trainer.schedule)
             self._resume(args, state)
+        else:
+            self._start(self._searching)
+        if self._controller.floor is not None and self._adapts:
+            self._trainer.schedule = self._controller.schedule
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        signals, self._signals = self._signals, None
-        if signals is None:  # no new rollouts were made for this step
+        rollouts, self._rollouts = self._rollouts, []
+        if not rollouts:  # none were made for this step
             return
+        rates, signals = _joined(rollouts)
         metrics = {"dense": float(self.is_dense), "break": 0.0, "changed_bins": 0.0}
         if self.is_dense:
+            self._detector.learn(replace(signals, kl=None))
             self._dense_left -= 1
             if not self.is_dense:
                 self._dense.close()
@@ -246,22 +265,22 @@ class ScheduleGuardCallback(TrainerCallback):
             self._fall_back(state, control, "; ".join(reasons))
         elif self._searching:
             self._search(state)
-        elif self.config.adapt:
-            metrics["changed_bins"] = float(len(self._apply(state, self._controller.update(self._rates))))
+        elif self._adapts:
+            metrics["changed_bins"] = float(self._apply(state, self._controller.update(rates)))
+        self._inputs.clear()
         for name, value in metrics.items():
             self._trainer._metrics["train"][f"guard/{name}"].append(value)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        folder = checkpoint_folder(args, state)
-        # Creating the folder would leave something that looks like a checkpoint and cannot be resumed from.
-        if not state.is_world_process_zero or not folder.is_dir():
+        folder = checkpoint_to_write(args, state)
+        if folder is None:
             return
         values = {
             "detector": self._detector.state_dict(),
             "searching": self._searching,
             "dense_left": self._dense_left,
             "breaks": self._breaks,
-            "history": self.history,
+            "history": self.history[-MAX_HISTORY:],
         }
         write_atomically(folder / STATE_NAME, dump_json_object(values, STATE_NAME, MAX_STATE_BYTES))
 
@@ -269,56 +288,72 @@ class ScheduleGuardCallback(TrainerCallback):
         self._dense.close()
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        # The trainer has restored the checkpoint's schedule.
-        self._controller.set_schedule(self._trainer.schedule)
-        folders = resumed_checkpoints(self._trainer, args, state)
-        folder = next((folder for folder in folders if (folder / STATE_NAME).is_file()), None)
-        if folder is None:
-            logger.warning(
-                f"No {STATE_NAME} found for the checkpoint of step {state.global_step}: the guard starts anew."
-            )
+        values = None
+        if state.is_world_process_zero:
+            folders = resumed_checkpoints(self._trainer, args, state)
+            folder = next((folder for folder in folders if (folder / STATE_NAME).is_file()), None)
+            if folder is not None:
+                values = read_json_object(folder / STATE_NAME, MAX_STATE_BYTES)
+        # Other processes may have no such folder, and all must do the same.
+        (values,) = broadcast_object_list([values])
+        if values is None:
+            if state.is_world_process_zero:
+                logger.warning(
+                    f"No {STATE_NAME} found for the checkpoint of step {state.global_step}: the guard starts anew."
+                )
+            self._start(self._searching)
             return
-        values = read_json_object(folder / STATE_NAME, MAX_STATE_BYTES)
+        self._start(searching=False)
         try:
             self._detector.load_state_dict(values["detector"])
             self._searching, self._dense_left = values["searching"], values["dense_left"]
             self._breaks, self.history = values["breaks"], values["history"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{folder / STATE_NAME} is damaged: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"The {STATE_NAME} of the checkpoint is damaged: {type(error).__name__}: {error}. Remove it to let "
+                "the guard start anew."
+            ) from error
         if self.is_dense:
             self._dense.enter_context(self._trainer.vllm_generation.dense_rollouts())
 
     def _keep_rollout(self) -> None:
-        """Keep what the rollouts of this step measured; all of it is the same on every process."""
+        """Keep what rollouts measured; all of it is the same on every process."""
         trainer = self._trainer
         latest = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
-        self._rates = dict(trainer.acceptance.step_rates)
-        quantile = trainer.schedule.tail_quantile
+
+        def finite(name):
+            value = latest.get(name)  # TRL's mean of no rewards is NaN
+            return value if value is not None and math.isfinite(value) else None
+
+        rates = dict(trainer.acceptance.step_rates)
         # Where no bin has enough tokens by itself, all of them together may.
-        groups = [*self._rates.values(), np.concatenate([np.empty(0), *self._rates.values()])]
-        tails = [float(np.quantile(rates, quantile)) for rates in groups if len(rates) >= self.config.step_tokens]
-        self._signals = RolloutSignals(
+        groups = [*rates.values(), np.concatenate([np.empty(0), *rates.values()])]
+        quantile = trainer.schedule.tail_quantile
+        tails = [float(np.quantile(group, quantile)) for group in groups if len(group) >= self._step_tokens]
+        signals = RolloutSignals(
             tail=min(tails, default=None),
-            kl=latest.get("kl/sparse_dense") if self._rates else None,
-            length=latest.get("completions/mean_length"),
-            reward=latest.get("reward"),
+            kl=finite("kl/sparse_dense") if rates else None,
+            length=finite("completions/mean_length"),
+            reward=finite("reward"),
         )
+        self._rollouts.append((rates, signals))
 
     def _keep_inputs(self, inputs: dict[str, Any]) -> None:
         if self._searching:
             self._inputs.append(Trajectories.from_inputs(inputs))
 
-    def _apply(self, state: TrainerState, changes: list) -> list:
+    def _apply(self, state: TrainerState, changes: list[BudgetChange]) -> int:
+        """Use changed budgets; their number."""
         if changes:
             self._trainer.schedule = self._controller.schedule
-            for change in changes:
-                self._note(state, "budget", str(change))
-        return changes
+            more = f", and {len(changes) - MAX_NOTED} more" if len(changes) > MAX_NOTED else ""
+            self._note(state, "budget", "; ".join(map(str, changes[:MAX_NOTED])) + more)
+        return len(changes)
 
     def _fall_back(self, state: TrainerState, control: TrainerControl, reason: str) -> None:
         config = self.config
         self._note(state, "break", f"{reason}. Rollouts are dense for {config.dense_steps} steps", logging.WARNING)
-        if config.adapt and not self._searching:
+        if self._adapts and not self._searching:
             # What broke may go on where it was; dense rollouts do not tell.
             self._apply(state, self._controller.raise_all(config.max_change, "a break"))
         self._dense_left = config.dense_steps
@@ -338,55 +373,78 @@ class ScheduleGuardCallback(TrainerCallback):
         most = -(-self._controller.max_tokens // schedule.page_size)
         page_counts = np.unique(np.geomspace(reserved + 1, most, config.auto_budgets).round().astype(int)).tolist()
         tails, counts = self._measure(schedule, page_counts)
-        if not (counts >= config.step_tokens).any():
-            return  # the next step adds to it
+        self._searches += 1
+        if not (counts >= self._step_tokens).any():
+            if self._searches == MAX_SEARCHES:
+                self._searching = False
+                text = (
+                    f"no bin of cached length had {self._step_tokens} tokens in {MAX_SEARCHES} steps, so budgets come "
+                    "down from all pages by what is measured online. Raise auto_sequences to search"
+                )
+                self._note(state, "search", text, logging.WARNING)
+            return
         found = search_schedule(
             page_counts,
             tails,
             counts,
             bin_tokens=schedule.bin_tokens,
             target_acceptance=self._controller.target,
-            min_tokens=config.step_tokens,
+            min_tokens=self._step_tokens,
             allow_dense=True,
             **schedule.recipe,
         ).schedule
         self._searching = False
-        self._inputs.clear()
+        self._trackers.clear()
         self._controller.set_schedule(replace(schedule, top_k_pages=found.top_k_pages))
         trainer.schedule = self._controller.schedule
         pages = ", ".join(str(count + reserved) for count in trainer.schedule.top_k_pages)
         self._note(state, "search", f"the schedule keeps {pages} pages, in bins of {schedule.bin_tokens} tokens")
 
     def _measure(self, schedule: SparsityScheduleConfig, page_counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Tails and tokens `[budgets, bins]`, over the sequences of all processes."""
+        """Tails and tokens `[budgets, bins]`, over the sequences of all processes and of all searches so far."""
         trainer = self._trainer
         reserved = schedule.sink_pages + schedule.recent_pages
         fixed = [replace(schedule, top_k_pages=[count - reserved], layer_top_k_pages=None) for count in page_counts]
-        trackers = [AcceptanceTracker(entry) for entry in fixed]
+        self._trackers = self._trackers or [AcceptanceTracker(entry) for entry in fixed]
+        batches, self._inputs = self._inputs, []
+        sequences = chain.from_iterable(batch.sequences() for batch in batches)
         policy = trainer.accelerator.unwrap_model(trainer.model)
         with evaluating(policy), trainer.accelerator.autocast():
-            for sequence in self._sequences():
+            for sequence in islice(sequences, self.config.auto_sequences):
                 rates = sequence_acceptance(
                     policy, sequence, fixed, temperature=trainer.temperature, adapter=trainer.vllm_generation.adapter
                 )
-                for tracker, values in zip(trackers, rates, strict=True):
+                for tracker, values in zip(self._trackers, rates, strict=True):
                     tracker.update(values, values, sequence.cached_lengths)
-        num_bins = schedule.bin_index(self._controller.max_tokens) + 1
+        num_bins = len(schedule.top_k_pages)
         tails, counts = np.full((len(fixed), num_bins), np.nan), np.zeros((len(fixed), num_bins), dtype=int)
-        for index, tracker in enumerate(trackers):
+        for index, tracker in enumerate(self._trackers):
             tracker.end_step(trainer.accelerator)
             for entry in tracker.bin_statistics():
-                place = index, entry.start // schedule.bin_tokens
-                tails[place], counts[place] = entry.tail, entry.tokens
+                if (start := entry.start // schedule.bin_tokens) < num_bins:
+                    tails[index, start], counts[index, start] = entry.tail, entry.tokens
         return tails, counts
-
-    def _sequences(self) -> Iterator[TokenSequence]:
-        return islice(chain.from_iterable(batch.sequences() for batch in self._inputs), self.config.auto_sequences)
 
     def _note(self, state: TrainerState, event: str, text: str, level: int = logging.INFO) -> None:
         self.history.append({"step": state.global_step, "event": event, "text": text})
         if state.is_world_process_zero:
             logger.log(level, f"Schedule guard, step {state.global_step}: {text}.")
+
+
+def _joined(rollouts: list[tuple[dict[int, np.ndarray], RolloutSignals]]) -> tuple[dict, RolloutSignals]:
+    """What the rollouts of one step measured, of which there may be several batches."""
+    indices = sorted({index for rates, _ in rollouts for index in rates})
+    rates = {index: np.concatenate([part[index] for part, _ in rollouts if index in part]) for index in indices}
+
+    def values(name):
+        return [value for _, signals in rollouts if (value := getattr(signals, name)) is not None]
+
+    return rates, RolloutSignals(
+        tail=min(values("tail"), default=None),
+        kl=max(values("kl"), default=None),
+        length=fmean(values("length")) if values("length") else None,
+        reward=fmean(values("reward")) if values("reward") else None,
+    )
 
 
 def starting_schedule(args: "SparseRolloutGRPOConfig") -> SparsityScheduleConfig:
@@ -396,10 +454,10 @@ def starting_schedule(args: "SparseRolloutGRPOConfig") -> SparsityScheduleConfig
     Args:
         args ([`SparseRolloutGRPOConfig`]): Configuration of the trainer, which says how long contexts are.
     """
-    schedule = SparsityScheduleConfig(top_k_pages=[MAX_PAGES], bin_tokens=AUTO_BIN_TOKENS)
+    page_size = 16
     longest = args.vllm_max_model_length or args.max_completion_length
-    pages = max(1, min(AUTO_BIN_TOKENS, longest // AUTO_BINS) // schedule.page_size)
-    return SparsityScheduleConfig(top_k_pages=[MAX_PAGES], bin_tokens=pages * schedule.page_size)
+    pages = max(1, min(AUTO_BIN_TOKENS, longest // AUTO_BINS) // page_size)
+    return SparsityScheduleConfig(top_k_pages=[MAX_PAGES], page_size=page_size, bin_tokens=pages * page_size)
 
 
 def _check_training(trainer: "SparseRolloutGRPOTrainer") -> None:
@@ -411,7 +469,10 @@ def _check_training(trainer: "SparseRolloutGRPOTrainer") -> None:
     others = [callback for callback in trainer.callback_handler.callbacks if _changes_schedule(callback)]
     if len(others) > 1:
         names = " and a ".join(type(callback).__name__ for callback in others)
-        raise ValueError(f"The trainer got a {names}, and each would change the schedule. Give one of them.")
+        raise ValueError(
+            f"The trainer got a {names}, and each would change the schedule. Give one of them; beside a guard, "
+            "DistillSparse works without stages."
+        )
     if trainer.is_auto_schedule and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise ValueError(
             "schedule='auto' does not support FSDP and DeepSpeed, outside of whose engines budgets would be measured. "

@@ -254,7 +254,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         generation = self.vllm_generation
         training = self.model.training
-        generation.probe_rows = self._choose_probe_rows if training else None
+        generation.probe_rows = self._choose_probe_rows if training and not generation.state.dense else None
         with nullcontext() if training or not self.args.dense_evaluation else generation.dense_rollouts():
             output = super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images

@@ -303,10 +303,10 @@ def test_tokens_in_the_cache_are_as_if_they_were_inputs(qwen3, cached):
 def test_cached_tokens_belong_to_one_row_without_padding(qwen3):
     ids = token_ids()
     with sparse_attention_context(qwen3, SPARSE, prompt_lengths=PROMPTS, cached_tokens=9):
-        with pytest.raises(ValueError, match="a single row without padding, got 3 rows"):
+        with pytest.raises(ValueError, match="a single row without padding, but the forward pass has 3 row"):
             qwen3(input_ids=ids)
     with sparse_attention_context(qwen3, SPARSE, prompt_lengths=PROMPTS[:1], cached_tokens=9):
-        with pytest.raises(ValueError, match="got 1 rows and attention_mask"):
+        with pytest.raises(ValueError, match="has 1 row.s. with attention_mask"):
             qwen3(input_ids=ids[:1], attention_mask=torch.ones_like(ids[:1]))
         with pytest.raises(ValueError, match="got 150 queries for 150 cached keys"):
             qwen3(input_ids=ids[:1])

@@ -48,10 +48,15 @@ def test_a_break_is_noticed(change, steps, reason):
         assert detector.update(RolloutSignals(**{**USUAL, **change})) == []
     (found,) = detector.update(RolloutSignals(**{**USUAL, **change}))
     assert reason in found
-    # What is broken does not become usual.
-    for _ in range(30):
-        assert detector.update(RolloutSignals(**{**USUAL, **change}))
+    # What is broken does not become usual,
+    found = [detector.update(RolloutSignals(**{**USUAL, **change})) for _ in range(30)]
+    assert sum(map(bool, found)) == 30 // steps
     assert detector.update(RolloutSignals(**USUAL)) == []
+    # unless it is learned, as from dense rollouts. Hard limits stay.
+    for _ in range(20):
+        detector.learn(RolloutSignals(**{**USUAL, **change}))
+    again = [detector.update(RolloutSignals(**{**USUAL, **change})) for _ in range(4)]
+    assert any(again) == ("tail" in change)
 
 
 def test_the_first_steps_are_held_to_absolute_limits_alone():

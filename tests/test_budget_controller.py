@@ -63,7 +63,6 @@ def test_budgets_come_to_the_least_that_hold_the_target(exponent, start, seed):
 
 def test_a_tail_that_holds_changes_nothing():
     simulation = Simulation([0.8, 0.9, 1.0, 1.0])
-    controller = make_controller()
     at = [simulation.tail(index, SCHEDULE) for index in range(4)]
     controller = make_controller(target=min(at) - 0.005, headroom=0.06)
     changes = [controller.update(simulation.rates(controller.schedule, 400)) for _ in range(50)]
@@ -114,10 +113,35 @@ def test_the_floor_and_the_ceiling_hold():
     assert controller.update({index: np.full(200, 0.1) for index in range(4)}) == []
 
 
-def test_a_floor_with_other_bins_is_refused():
-    floor = SparsityScheduleConfig(top_k_pages=[10], bin_tokens=512)
-    with pytest.raises(ValueError, match="bins of 512, the schedule 16 and 1024"):
-        make_controller(floor=floor)
+def test_a_floor_may_have_other_bins_and_pages_and_holds_from_the_start():
+    # What counts is the longest context of each bin.
+    floor = SparsityScheduleConfig(top_k_pages=[3, 7], page_size=32, bin_tokens=2048, dense_layers=[])
+    controller = make_controller(
+        SparsityScheduleConfig(top_k_pages=[1], bin_tokens=1024, dense_layers=[]), floor=floor
+    )
+    assert [pages + 3 for pages in controller.schedule.top_k_pages] == [
+        12,
+        20,
+        20,
+        20,
+    ]  # at the longest context of each bin
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, 1.5])
+def test_a_target_without_room_is_refused(target):
+    with pytest.raises(ValueError, match="between 0 and 1, both excluded"):
+        make_controller(target=target)
+
+
+def test_a_high_target_leaves_budgets_room_to_fall():
+    controller = make_controller(target=0.995, headroom=0.05, min_tokens=1000)
+    assert controller.update({3: np.full(1000, 0.999), 0: np.full(1000, 0.999)})[0].after < 63
+
+
+def test_many_bins_share_the_last_budget():
+    controller = make_controller(SparsityScheduleConfig(top_k_pages=[4], bin_tokens=32), max_tokens=131072)
+    assert len(controller.schedule.top_k_pages) == 256
+    assert controller.update({3000: np.full(1000, 0.1)})[-1].start == 255 * 32
 
 
 def test_tables_of_layers_follow():

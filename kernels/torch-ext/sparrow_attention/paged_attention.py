@@ -67,10 +67,10 @@ def attend_to_kept_pages(
         scale (`float`):
             Factor of the attention logits.
         signals (`tuple`, *optional*):
-            `ready` and `done`, both int32 of shape `[rows, kv_heads]`, and how many signals the lowest bits of `ready`
-            count for each row and head. With them, programs start while the launch before this one, of
-            [`choose_pages`][sparrow_attention.paged_selection.choose_pages], still runs, and wait for their row and
-            head alone; so do those that merge.
+            `ready` and `done`, both int32 of shape `[rows, kv_heads]` and zero before and after a step, and how many
+            signals the lowest bits of `ready` count for each row and head. With them, programs start while the launch
+            before this one, of [`choose_pages`][sparrow_attention.paged_selection.choose_pages], still runs, and wait
+            for their row and head alone; so do those that merge.
     """
     rows, q_heads, head_dim = query.shape
     kv_heads, block_size = key_cache.shape[1:3]
@@ -281,12 +281,12 @@ def _merge_kernel(
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
+    item = row * KV_HEADS + head // GROUP
     if OVERLAP:
-        wait_for(done_ptr + row * KV_HEADS + head // GROUP, splits)
-        tl.store(ready_ptr + row * KV_HEADS + head // GROUP, 0)
+        wait_for(done_ptr + item, splits)
     s = tl.arange(0, SPLITS_PAD)
     d = tl.arange(0, D_PAD)
-    part = ((row * KV_HEADS + head // GROUP) * splits + s) * GROUP + head % GROUP
+    part = (item * splits + s) * GROUP + head % GROUP
     lse = tl.load(lse_ptr + part)
     # Read whether a split had pages or not, so that this does not wait for what tells.
     partial = tl.load(partial_ptr + part.to(tl.int64)[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
@@ -300,3 +300,9 @@ def _merge_kernel(
         merged.to(output_ptr.dtype.element_ty),
         mask=d < D,
     )
+    if OVERLAP:
+        # Zero before and after a step: this launch may begin before the first one of the step has written anything,
+        # and must not find what the step before has left. The last of the group's programs that have waited resets.
+        if tl.atomic_add(done_ptr + item, 1, sem="relaxed") == splits + GROUP - 1:
+            tl.store(done_ptr + item, 0)
+            tl.store(ready_ptr + item, 0)

@@ -221,7 +221,7 @@ class PagedDecoder:
                 softmax=self.softmax,
                 append=append,
                 arrived=self._arrived,
-                signals=signals,
+                ready=None if signals is None else signals[0],
             )
             attend_to_kept_pages(
                 query,

@@ -46,7 +46,7 @@ def choose_pages(
     softmax: bool,
     append: tuple[torch.Tensor, ...] | None = None,
     arrived: torch.Tensor | None = None,
-    signals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ready: torch.Tensor | None = None,
 ) -> None:
     """
     List the pages that each kv head keeps: the best-scored candidates, ties to the lower index, and the reserved ones.
@@ -84,17 +84,16 @@ def choose_pages(
             `slot_mapping [rows]`, as [`update_landmarks`][sparrow_attention.update_landmarks] takes it.
         arrived (`torch.Tensor` of shape `[rows, kv_heads]`, *optional*):
             int32 scratch, zero before and after. With it, several programs score the pages of a row and head.
-        signals (`tuple` of `torch.Tensor`, *optional*):
-            `ready` and `done`, both int32 of shape `[rows, kv_heads]`, for launches that begin before this one has
-            ended: once all that is written for a row and head can be read, the lowest bits of `ready` have risen by
-            [`num_ready`][sparrow_attention.paged_selection.num_ready], and those above by the number of kept pages.
-            `done` is set to zero before.
+        ready (`torch.Tensor` of shape `[rows, kv_heads]`, *optional*):
+            int32, for launches that begin before this one has ended: once all that is written for a row and head can
+            be read, its lowest bits have risen by [`num_ready`][sparrow_attention.paged_selection.num_ready], and
+            those above by the number of kept pages.
     """
     lists = (kept, counts, totals)
     pages_per_block = landmarks.shape[2]
     _launch(
         query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax, append,
-        arrived, signals,
+        arrived, ready,
     )  # fmt: skip
 
 
@@ -138,7 +137,7 @@ def select_scored_pages(
 
 def _launch(
     query, landmarks, block_table, seq_lens, budget, scores, lists, page_size, pages_per_block, softmax, append=None,
-    arrived=None, signals=None,
+    arrived=None, ready=None,
 ):  # fmt: skip
     rows, kv_heads, queries, max_pages = scores.shape
     group, head_dim, landmarks_per_page = queries, 64, 1
@@ -156,7 +155,7 @@ def _launch(
     head_dim_pad = triton.next_power_of_2(head_dim)
     splits = 1 if arrived is None else max(1, min(MAX_SPLITS, -(-PROGRAMS // (rows * kv_heads))))
     # Only launches that overlap name the option, which Triton's backends for other devices do not know.
-    overlapping = {"launch_pdl": True} if signals is not None else {}
+    overlapping = {"launch_pdl": True} if ready is not None else {}
     # Rows one after the other, so that the first of them are listed while others are scored. What a part that does not
     # run would read or write is never touched.
     _choose_pages_kernel[(splits + (append is not None), kv_heads, rows)](
@@ -169,7 +168,7 @@ def _launch(
         *(lists or (scores, scores, scores)),
         *(append or (scores,) * 5),
         scores if arrived is None else arrived,
-        *(signals or (scores, scores)),
+        scores if ready is None else ready,
         *query_strides,
         *landmark_strides,
         block_table.stride(0),
@@ -197,7 +196,7 @@ def _launch(
         SELECT=lists is not None,
         APPEND=append is not None,
         SPLIT=arrived is not None,
-        SIGNAL=signals is not None,
+        SIGNAL=ready is not None,
         LARGEST=None if landmarks is None else largest_landmark(landmarks),
         num_warps=4,
         num_stages=3,
@@ -416,7 +415,6 @@ def _choose_pages_kernel(
     slot_ptr,
     arrived_ptr,
     ready_ptr,
-    done_ptr,
     query_row,
     query_head,
     landmark_block,
@@ -490,10 +488,8 @@ def _choose_pages_kernel(
                 total = total_ptr + row * total_row + head
                 tl.atomic_add(total, count.to(tl.int64), sem="relaxed")
                 tl.atomic_add(total + total_kind, num_pages.to(tl.int64), sem="relaxed")
-            if SIGNAL:
-                tl.store(done_ptr + row * KV_HEADS + head, 0)
-                if keep_all:
-                    signal(ready_ptr, 1 + (count << READY_BITS))
+            if SIGNAL and keep_all:
+                signal(ready_ptr, 1 + (count << READY_BITS))
     if keep_all:
         return
     score_ptr += row.to(tl.int64) * score_row + head * score_head
