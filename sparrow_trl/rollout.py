@@ -102,11 +102,13 @@ class RolloutLLM(LLM):
         probe_rows (callable): Maps the number of requests of the next call to the rows to probe.
         probe_top_k (`int`): Most likely tokens per position of a probed sequence.
         probes (`dict[int, RolloutProbe]`): Probes of the last call, by row.
+        arguments (`dict`): What it was built with.
         before_generate (callable): Called with the prompts once the engine is ready for them.
     """
 
     probe_top_k = 0
     probes = {}
+    arguments = {}
 
     @staticmethod
     def probe_rows(num_rows: int) -> list[int]:
@@ -272,6 +274,9 @@ class SparseVLLMGeneration(VLLMGeneration):
         weight_sync_check_interval (`int`, *optional*, defaults to `3`):
             The engine's weights are checked after each of the first three synchronisations and then at every this
             many; `0` turns the check off.
+        engine ([`RolloutLLM`], *optional*):
+            Engine to go on with, the `llm` of another generation with the same settings. Starting one takes up to a
+            minute.
         **kwargs:
             Arguments of TRL's `VLLMGeneration`.
 
@@ -296,6 +301,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         engine_kwargs: dict | None = None,
         probe_top_k: int = 20,
         weight_sync_check_interval: int = 3,
+        engine: RolloutLLM | None = None,
         **kwargs,
     ):
         check_engine_arguments(schedule, block_size, engine_kwargs)
@@ -303,6 +309,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         self._block_size = block_size
         self._engine_kwargs = dict(engine_kwargs or {})
         self._probe_top_k = probe_top_k
+        self._engine = engine
         self.weight_sync_check_interval = weight_sync_check_interval
         self.probe_rows = None
         self.probes = []
@@ -385,11 +392,29 @@ class SparseVLLMGeneration(VLLMGeneration):
         if not current_platform.is_cpu():
             engine_kwargs["attention_backend"] = "CUSTOM"
         # TRL's arguments are literals; those given here win.
-        with swapped(vllm_generation, "LLM", lambda **kwargs: RolloutLLM(**{**kwargs, **engine_kwargs})):
+        with swapped(vllm_generation, "LLM", lambda **kwargs: self._make_engine({**kwargs, **engine_kwargs})):
             super()._init_vllm()
         (self.state,) = self.llm.collective_rpc(vllm_backend.attach_sparse_rollout)
+        if self._engine is not None:
+            self.set_schedule(self._initial_schedule)
         self.llm.probe_top_k = min(self._probe_top_k, self.llm.model_config.get_vocab_size())
         self.llm.before_generate = self._check_weights_if_due
+
+    def _make_engine(self, arguments: dict) -> RolloutLLM:
+        if self._engine is None:
+            engine = RolloutLLM(**arguments)
+            engine.arguments = arguments
+            return engine
+        if self.enable_sleep_mode:
+            raise ValueError("An engine in sleep mode cannot go on for another trainer. Leave `engine` unset.")
+        theirs = self._engine.arguments
+        # A running engine takes another schedule, and the model's weights with the first synchronisation.
+        names = sorted({*arguments, *theirs} - {"additional_config", "model"})
+        differing = [name for name in names if arguments.get(name) != theirs.get(name)]
+        if differing:
+            pairs = ", ".join(f"{name} {theirs.get(name)!r} and not {arguments.get(name)!r}" for name in differing)
+            raise ValueError(f"The given engine has {pairs}. Use the same settings, or start another engine.")
+        return self._engine
 
     def generate(self, prompts, images, num_generations, profiler=None):
         """

@@ -25,7 +25,13 @@ from .acceptance import AcceptanceTracker, gather_dense_logprobs, top_k_acceptan
 from .callbacks import TailAcceptanceCallback  # noqa: E402
 from .config import SparseRolloutGRPOConfig  # noqa: E402
 from .guard import AUTO_SCHEDULE, ScheduleGuardCallback, starting_schedule  # noqa: E402
-from .rollout import SparseVLLMGeneration, check_engine_arguments, check_policy, swapped  # noqa: E402
+from .rollout import (  # noqa: E402
+    RolloutLLM,
+    SparseVLLMGeneration,
+    check_engine_arguments,
+    check_policy,
+    swapped,
+)
 from .schedule import SCHEDULE_NAME, SparsityScheduleConfig  # noqa: E402
 
 
@@ -111,6 +117,9 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             Sparsity schedule of the rollouts: an object, the name of a published preset, a local path or a Hub id, or
             `"auto"` to have a [`ScheduleGuardCallback`] find one during the first steps. If `None`,
             `args.sparsity_schedule` is used.
+        engine ([`~sparrow_trl.rollout.RolloutLLM`], *optional*):
+            Engine to go on with, `trainer.vllm_generation.llm` of an earlier trainer of a model of the same kind with
+            the same engine settings, whose place this trainer takes. By default a new one is started.
         **kwargs:
             Further arguments of [`~trl.GRPOTrainer`], such as `callbacks`, `optimizers` and `peft_config`. A callback
             with a method `attach` is given the trainer through it, at the end of construction.
@@ -153,6 +162,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         processing_class=None,
         *,
         schedule: SparsityScheduleConfig | str | None = None,
+        engine: RolloutLLM | None = None,
         **kwargs,
     ):
         for name in ("tools", "rollout_func", "environment_factory"):
@@ -212,6 +222,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
                 engine_kwargs=args.vllm_engine_kwargs,
                 probe_top_k=args.acceptance_top_k,
                 weight_sync_check_interval=args.weight_sync_check_interval,
+                engine=engine,
                 **generation_kwargs,
             )
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_distill import make_callback
-from test_trainer import make_trainer
+from test_trainer import make_trainer, run_in_a_process
 from tiny_training import make_config, make_dataset, share_of_small_letters
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
@@ -151,6 +152,20 @@ def test_a_run_goes_on_in_dense_rollouts_after_a_checkpoint(broken_run, tiny_qwe
     trainer.train(resume_from_checkpoint=str(Path(broken_run.args.output_dir, "checkpoint-2")))
     assert [is_dense(rollout) for rollout in trainer.rollouts] == [True, False]
     assert events(guard)[0] == (1, "break") and trainer.rollouts[0].schedule == broken_run.rollouts[1].schedule
+
+
+def test_two_processes_agree(tiny_qwen3, tmp_path):
+    script = Path(__file__).with_name("two_rank_guard.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run_in_a_process([*launcher, str(script), tiny_qwen3, str(tmp_path)], ACCELERATE_USE_CPU="true")
+    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert first["completions"] != second["completions"]
+    for name in ("schedules", "dense", "history", "signals"):
+        assert first[name] == second[name]
+    assert len(first["signals"]) == 3 and None not in first["signals"][0].values()
+    steps = {event: step for step, event in ((entry["step"], entry["event"]) for entry in reversed(first["history"]))}
+    assert (steps["search"], steps["break"]) == (1, 3)
+    assert first["dense"] == [True, False, False, True]
 
 
 def drop_pages(trainer):
