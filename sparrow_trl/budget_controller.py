@@ -121,17 +121,16 @@ class BudgetController:
         # Pages of the longest context of each bin: keeping more means nothing, but reserved ones are always kept.
         last = np.array([_last_length(schedule, index, self.max_tokens) for index in range(num_bins)])
         self._most = np.maximum(-(-last // schedule.page_size), self._reserved)
-        tables = {None: schedule.top_k_pages, **(schedule.layer_top_k_pages or {})}
-        self._pages = {
-            key: np.minimum(np.array(_extended(table, num_bins)) + self._reserved, self._most)
-            for key, table in tables.items()
-        }
         least = np.full(num_bins, self._reserved)
         if self.floor is not None:
             budgets = np.array([self.floor.budget(length) for length in last.tolist()])
             least = np.maximum(least, -(-budgets // schedule.page_size))
         self._least = np.minimum(least, self._most)
-        self._pages = {key: np.maximum(pages, self._least) for key, pages in self._pages.items()}
+        tables = {None: schedule.top_k_pages, **(schedule.layer_top_k_pages or {})}
+        self._pages = {
+            key: np.clip(np.array(_extended(table, num_bins)) + self._reserved, self._least, self._most)
+            for key, table in tables.items()
+        }
         self._windows = {index: [] for index in range(num_bins)}
 
     @property

@@ -1,6 +1,7 @@
 """Trainer callbacks for sparse rollouts."""
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .acceptance import AcceptanceTracker
 from .acceptance_report import plot_acceptance, print_acceptance_table
+from .acceptance_sweep import TokenSequence, evaluating, sequence_acceptance
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .pictures import save_figure
 from .schedule import SparsityScheduleConfig
@@ -84,20 +86,19 @@ class TailAcceptanceCallback(TrainerCallback):
         tracker = self.tracker
         if state.global_step == 0 or not state.is_world_process_zero:
             return
-        candidates = resumed_checkpoints(self._trainer, args, state)
-        folders = [folder for folder in candidates if (folder / STATISTICS_NAME).is_file()]
-        if not folders:
+        file = resumed_file(self._trainer, args, state, STATISTICS_NAME)
+        if file is None:
             logger.warning(
                 f"No {STATISTICS_NAME} found for the checkpoint of step {state.global_step}: the acceptance report "
                 "will cover only the steps from here on."
             )
             return
         try:
-            self.load_statistics(folders[0])
+            self.load_statistics(file.parent)
         except ValueError as error:
             logger.warning(
                 f"The acceptance report will cover only the steps from {state.global_step} on, because "
-                f"{folders[0] / STATISTICS_NAME} cannot be continued: {error}"
+                f"{file} cannot be continued: {error}"
             )
             tracker.reset()
 
@@ -177,14 +178,15 @@ def check_attached(callback: TrainerCallback, trainer) -> None:
         )
 
 
-def resumed_checkpoints(trainer, args: TrainingArguments, state: TrainerState) -> list[Path]:
+def resumed_file(trainer, args: TrainingArguments, state: TrainerState, name: str) -> Path | None:
     """
-    Folders that training may have been resumed from, the likeliest first.
+    A file of the checkpoint that training was resumed from; `None` where it has none.
 
     Args:
         trainer ([`SparseRolloutGRPOTrainer`]): The trainer.
         args ([`~transformers.TrainingArguments`]): Its arguments.
         state ([`~transformers.TrainerState`]): Its state.
+        name (`str`): Name of the file within a checkpoint.
     """
     # The folder given to `train(resume_from_checkpoint=...)` reaches no callback; the trainer keeps it.
     folders = [
@@ -192,4 +194,25 @@ def resumed_checkpoints(trainer, args: TrainingArguments, state: TrainerState) -
         args.resume_from_checkpoint,
         checkpoint_folder(args, state),
     ]
-    return [Path(folder) for folder in folders if folder]
+    files = (Path(folder) / name for folder in folders if folder)
+    return next((file for file in files if file.is_file()), None)
+
+
+def track_acceptance(
+    trainer: "SparseRolloutGRPOTrainer", sequences: Iterable[TokenSequence], trackers: list[AcceptanceTracker]
+) -> None:
+    """
+    Measure the acceptance of the policy teacher-forced, with the adapter of its rollouts, if there is one.
+
+    Args:
+        trainer ([`SparseRolloutGRPOTrainer`]): The trainer, whose policy it is.
+        sequences (`Iterable[TokenSequence]`): What to measure on, of this process.
+        trackers (`list[AcceptanceTracker]`): Take the rates, each those under its own schedule.
+    """
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    schedules, adapter = [tracker.schedule for tracker in trackers], trainer.vllm_generation.adapter
+    with evaluating(policy), trainer.accelerator.autocast():
+        for sequence in sequences:
+            rates = sequence_acceptance(policy, sequence, schedules, temperature=trainer.temperature, adapter=adapter)
+            for tracker, values in zip(trackers, rates, strict=True):
+                tracker.update(values, values, sequence.cached_lengths)

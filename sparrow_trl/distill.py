@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from .acceptance import AcceptanceTracker
-from .acceptance_sweep import evaluating, sequence_acceptance
-from .callbacks import check_attached, checkpoint_to_write, resumed_checkpoints, target_of
+from .callbacks import check_attached, checkpoint_to_write, resumed_file, target_of, track_acceptance
 from .distill_stages import StageController
 from .distill_step import DIVERGENCES, SAMPLED_DIVERGENCE, AdapterTrainer, Trajectories
 from .json_files import write_atomically
@@ -303,9 +302,8 @@ class DistillSparseCallback(TrainerCallback):
         self._trainer.schedule.save_pretrained(folder)
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        folders = [folder / ADAPTER_FOLDER for folder in resumed_checkpoints(self._trainer, args, state)]
-        folder = next((folder for folder in folders if (folder / STATE_NAME).is_file()), None)
-        if folder is None:
+        file = resumed_file(self._trainer, args, state, f"{ADAPTER_FOLDER}/{STATE_NAME}")
+        if file is None:
             logger.warning(
                 f"No {ADAPTER_FOLDER}/{STATE_NAME} found for the checkpoint of step {state.global_step}: the adapter "
                 "of the rollouts starts anew."
@@ -314,16 +312,17 @@ class DistillSparseCallback(TrainerCallback):
             self._stages[0] = self._trainer.schedule
             _check_stages(self._stages, self._trainer.model.config.num_hidden_layers)
             return
-        resumed = torch.load(folder / STATE_NAME, map_location="cpu", weights_only=True)
+        resumed = torch.load(file, map_location="cpu", weights_only=True)
         if len(self._stages) > 1:
             saved = [SparsityScheduleConfig.from_dict(stage) for stage in resumed["stages"]["schedules"]]
             if saved != self._stages:
                 raise ValueError(
-                    f"The checkpoint {folder.parent} was trained with other stages: {len(saved)} schedules, of which "
-                    f"{sum(one in self._stages for one in saved)} are given now. Give the same schedule and stages."
+                    f"The checkpoint {file.parent.parent} was trained with other stages: {len(saved)} schedules, of "
+                    f"which {sum(one in self._stages for one in saved)} are given now. Give the same schedule and "
+                    "stages."
                 )
             self._controller.load_state_dict(resumed["stages"])
-        self.adapter.load_pretrained(folder)
+        self.adapter.load_pretrained(file.parent)
         self._adapter_trainer.load_state_dict(resumed)
         self._use_stage()
 
@@ -345,19 +344,8 @@ class DistillSparseCallback(TrainerCallback):
         following = self._controller.next_stage
         indices = [self._controller.stage] if following is None else [self._controller.stage, following]
         trackers = {index: AcceptanceTracker(self._stages[index], self.config.stage_min_tokens) for index in indices}
-        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        with evaluating(policy), self._trainer.accelerator.autocast():
-            sequences = chain.from_iterable(batch.sequences() for batch in batches)
-            for sequence in islice(sequences, self.config.stage_sequences):
-                rates = sequence_acceptance(
-                    policy,
-                    sequence,
-                    [self._stages[index] for index in indices],
-                    temperature=self._trainer.temperature,
-                    adapter=self.adapter,
-                )
-                for tracker, values in zip(trackers.values(), rates, strict=True):
-                    tracker.update(values, values, sequence.cached_lengths)
+        sequences = chain.from_iterable(batch.sequences() for batch in batches)
+        track_acceptance(self._trainer, islice(sequences, self.config.stage_sequences), list(trackers.values()))
         tails = {
             index: tracker.end_step(self._trainer.accelerator).get("acceptance/tail")
             for index, tracker in trackers.items()

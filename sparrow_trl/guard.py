@@ -18,10 +18,9 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .acceptance import AcceptanceTracker
-from .acceptance_sweep import evaluating, sequence_acceptance
 from .break_detector import BreakDetector, BreakLimits, RolloutSignals
 from .budget_controller import BudgetChange, BudgetController
-from .callbacks import check_attached, checkpoint_to_write, resumed_checkpoints, target_of
+from .callbacks import check_attached, checkpoint_to_write, resumed_file, target_of, track_acceptance
 from .distill_step import Trajectories
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .number_checks import check_numbers
@@ -290,10 +289,9 @@ class ScheduleGuardCallback(TrainerCallback):
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         values = None
         if state.is_world_process_zero:
-            folders = resumed_checkpoints(self._trainer, args, state)
-            folder = next((folder for folder in folders if (folder / STATE_NAME).is_file()), None)
-            if folder is not None:
-                values = read_json_object(folder / STATE_NAME, MAX_STATE_BYTES)
+            file = resumed_file(self._trainer, args, state, STATE_NAME)
+            if file is not None:
+                values = read_json_object(file, MAX_STATE_BYTES)
         # Other processes may have no such folder, and all must do the same.
         (values,) = broadcast_object_list([values])
         if values is None:
@@ -408,14 +406,7 @@ class ScheduleGuardCallback(TrainerCallback):
         self._trackers = self._trackers or [AcceptanceTracker(entry) for entry in fixed]
         batches, self._inputs = self._inputs, []
         sequences = chain.from_iterable(batch.sequences() for batch in batches)
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        with evaluating(policy), trainer.accelerator.autocast():
-            for sequence in islice(sequences, self.config.auto_sequences):
-                rates = sequence_acceptance(
-                    policy, sequence, fixed, temperature=trainer.temperature, adapter=trainer.vllm_generation.adapter
-                )
-                for tracker, values in zip(self._trackers, rates, strict=True):
-                    tracker.update(values, values, sequence.cached_lengths)
+        track_acceptance(trainer, islice(sequences, self.config.auto_sequences), self._trackers)
         num_bins = len(schedule.top_k_pages)
         tails, counts = np.full((len(fixed), num_bins), np.nan), np.zeros((len(fixed), num_bins), dtype=int)
         for index, tracker in enumerate(self._trackers):
