@@ -96,8 +96,11 @@ class ScheduleGuardConfig:
         break_window (`int`, *optional*, defaults to `200`):
             Steps in which breaks are counted.
 
-        > Parameters that control the search for a schedule (`schedule="auto"`)
+        > Parameters that control the search for a schedule
 
+        search (`bool`, *optional*, defaults to `False`):
+            Whether to find the budgets during the first steps, with the recipe of the trainer's schedule, whose own
+            budgets serve until then. `schedule="auto"` searches too, from all pages of the default recipe.
         auto_sequences (`int`, *optional*, defaults to `8`):
             Rollouts of a step and process that budgets are measured on, teacher-forced.
         auto_budgets (`int`, *optional*, defaults to `10`):
@@ -119,6 +122,7 @@ class ScheduleGuardConfig:
     dense_steps: int = 10
     max_breaks: int | None = None
     break_window: int = 200
+    search: bool = False
     auto_sequences: int = 8
     auto_budgets: int = 10
 
@@ -195,7 +199,7 @@ class ScheduleGuardCallback(TrainerCallback):
             ValueError: for a trainer that measures no acceptance, a second callback that changes the schedule, a
                 target of 0 or 1, and a schedule that is to be found under FSDP or DeepSpeed.
         """
-        _check_training(trainer)
+        _check_training(trainer, self.config)
         config, schedule = self.config, trainer.schedule
         quantile = schedule.tail_quantile
         self._step_tokens = config.step_tokens or math.ceil(10 / quantile)
@@ -210,9 +214,10 @@ class ScheduleGuardCallback(TrainerCallback):
             floor=config.floor,
         )
         self._trainer = trainer
-        self._start(searching=trainer.is_auto_schedule)
+        searching = config.search or trainer.is_auto_schedule
+        self._start(searching)
         trainer.rollout_listeners.append(self._keep_rollout)
-        if trainer.is_auto_schedule:
+        if searching:
             trainer.trajectory_listeners.append(self._keep_inputs)
 
     def _start(self, searching: bool) -> None:
@@ -451,7 +456,7 @@ def starting_schedule(args: "SparseRolloutGRPOConfig") -> SparsityScheduleConfig
     return SparsityScheduleConfig(top_k_pages=[MAX_PAGES], page_size=page_size, bin_tokens=pages * page_size)
 
 
-def _check_training(trainer: "SparseRolloutGRPOTrainer") -> None:
+def _check_training(trainer: "SparseRolloutGRPOTrainer", config: ScheduleGuardConfig) -> None:
     if not trainer.args.acceptance_probe_fraction:
         raise ValueError(
             "ScheduleGuardCallback goes by the measured tail acceptance, but acceptance_probe_fraction is 0. Set it "
@@ -464,10 +469,17 @@ def _check_training(trainer: "SparseRolloutGRPOTrainer") -> None:
             f"The trainer got a {names}, and each would change the schedule. Give one of them; beside a guard, "
             "DistillSparse works without stages."
         )
-    if trainer.is_auto_schedule and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+    searching = config.search or trainer.is_auto_schedule
+    if searching and (trainer.schedule.is_dense or not config.adapt):
         raise ValueError(
-            "schedule='auto' does not support FSDP and DeepSpeed, outside of whose engines budgets would be measured. "
-            "Run `sparrow-trl calibrate` first, and give its schedule."
+            "The guard is to find a schedule, but the trainer's keeps every layer dense or `adapt=False` keeps the "
+            "guard from changing it. Give a schedule with sparse layers, which may keep all pages, and leave `adapt`."
+        )
+    if searching and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        raise ValueError(
+            "The search for a schedule (schedule='auto', or the guard's `search`) does not support FSDP and DeepSpeed, "
+            "outside of whose engines budgets would be measured. Run `sparrow-trl calibrate` first, and give its "
+            "schedule."
         )
 
 

@@ -130,7 +130,7 @@ def test_engine_has_the_adapter_as_the_student_has_it(generation, model):
     prompts = make_prompts([100, 128], seed=6)
     generation.sync_weights()
     rounding = generation.check_weights(prompts)
-    generation.adapter = make_adapter(model, std=0.02).to(model.device)
+    generation.adapter = make_adapter(model, std=0.04).to(model.device)
     try:
         generation.sync_weights()
         assert generation.check_weights(prompts) < 1.5 * rounding

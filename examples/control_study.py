@@ -1,0 +1,357 @@
+# /// script
+# dependencies = [
+#     "math-verify",
+#     "sparrow-trl[gpu]",
+# ]
+# ///
+
+"""
+How sparse may rollouts be? Trains the same model on dense rollouts, on rollouts held at several tail acceptances, with
+a guard and on harshly sparse rollouts, several seeds each, and draws what becomes of them (paper, figure 1 and the
+second row of figure 4).
+
+Without arguments it runs a reduced form on the tiny reasoner that comes with the repository, in half an hour on two
+cores:
+
+    accelerate launch --cpu examples/control_study.py
+
+The full form, on one GPU:
+
+    accelerate launch examples/control_study.py --config examples/tiny_reasoner/control_study.yaml
+
+All runs share one engine. Each is written to the output folder when it ends, and found there when the study is started
+again; so several processes may take a part of the seeds each, and `--report_only` puts together what there is.
+
+A setting is `dense`, `guard`, `tail-X` (the cheapest schedule whose rollouts have a tail acceptance of X before the
+training), `harsh` or `pages-N` (N pages by score at every length), with any of these behind a plus:
+
+    truncate, mask    TRL's importance-sampling correction of tokens (truncated, or masked above its bound)
+    sequence          TRL's default, the correction of sequences
+    oversample        twice the completions, of which the better half is learnt from (paper, appendix A)
+"""
+
+import copy
+import gc
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from control_study_report import report  # noqa: E402
+from grpo_sparse import TINY_REASONER, greedy_rewards  # noqa: E402
+from tiny_reasoner import task  # noqa: E402
+from transformers import TrainerCallback, set_seed  # noqa: E402
+from trl import ModelConfig, TrlParser  # noqa: E402
+
+from sparrow_trl import (  # noqa: E402
+    ScheduleGuardCallback,
+    ScheduleGuardConfig,
+    SparseRolloutGRPOConfig,
+    SparseRolloutGRPOTrainer,
+    SparsityScheduleConfig,
+)
+from sparrow_trl.acceptance_sweep import TokenSequence, measure_rollout_acceptance  # noqa: E402
+from sparrow_trl.json_files import write_atomically  # noqa: E402
+from sparrow_trl.schedule import MAX_PAGES  # noqa: E402
+from sparrow_trl.schedule_search import search_schedule  # noqa: E402
+
+
+CORRECTIONS = {"truncate": "token_truncate", "mask": "token_mask", "sequence": "sequence_mask"}
+# Tokens of a bin of cached length for each that its tail quantile is above.
+TOKENS_BELOW_TAIL = 10
+
+
+@dataclass
+class StudyArguments:
+    """
+    Arguments of the study, beside those of training, which all runs share.
+
+    Args:
+        settings (`list[str]`):
+            What to compare.
+        seeds (`list[int]`, *optional*, defaults to `[0]`):
+            Seeds of the training tasks, the sampling and the training.
+        harsh_pages (`int`, *optional*, defaults to `4`):
+            Pages by score of the setting `harsh`.
+        guard_target (`float`, *optional*, defaults to `0.86`):
+            Tail acceptance that the guard holds.
+        page_counts (`list[int]`):
+            Budgets to choose from for the settings `tail-X`, in pages with the reserved ones.
+        calibration_tasks (`int`, *optional*, defaults to `64`):
+            Tasks whose completions under each of these budgets are measured.
+        num_eval_tasks (`int`, *optional*, defaults to `256`):
+            Held-out tasks for the accuracy, greedy and dense.
+        eval_interval (`int`, *optional*, defaults to `10`):
+            Steps between two measurements of it.
+        num_train_tasks (`int`, *optional*, defaults to `4000`):
+            Tasks to train on.
+        report_only (`bool`, *optional*, defaults to `False`):
+            Whether to train nothing, and to report on the runs that are there.
+    """
+
+    settings: list[str] = field(metadata={"help": "What to compare."})
+    page_counts: list[int] = field(metadata={"help": "Budgets to choose from, in pages with the reserved ones."})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
+    harsh_pages: int = field(default=4, metadata={"help": "Pages by score of the setting `harsh`."})
+    guard_target: float = field(default=0.86, metadata={"help": "Tail acceptance that the guard holds."})
+    calibration_tasks: int = field(
+        default=64, metadata={"help": "Tasks whose completions under each of these budgets are measured."}
+    )
+    num_eval_tasks: int = field(default=256, metadata={"help": "Held-out tasks for the accuracy, greedy and dense."})
+    eval_interval: int = field(default=10, metadata={"help": "Steps between two measurements of the accuracy."})
+    num_train_tasks: int = field(default=4000, metadata={"help": "Tasks to train on."})
+    report_only: bool = field(default=False, metadata={"help": "Train nothing; report on the runs that are there."})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    One way of making rollouts and learning from them.
+
+    Args:
+        name (`str`): As on the command line.
+        rollouts (`str`): `dense`, `guard`, `harsh`, `tail` or `pages`.
+        value (`float`, *optional*): Tail acceptance or pages.
+        correction (`str`, *optional*): Mode of TRL's importance-sampling correction.
+        oversample (`bool`): Whether to learn from the better half of twice the completions.
+    """
+
+    name: str
+    rollouts: str
+    value: float | None = None
+    correction: str | None = None
+    oversample: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> "Setting":
+        """
+        Raises:
+            ValueError: for a name that is none.
+        """
+        base, *modifiers = name.split("+")
+        rollouts, _, value = base.partition("-")
+        unknown = set(modifiers) - {*CORRECTIONS, "oversample"}
+        corrections = [CORRECTIONS[modifier] for modifier in modifiers if modifier in CORRECTIONS]
+        wants_value = rollouts in ("tail", "pages")
+        try:
+            number = float(value) if wants_value else None
+        except ValueError:
+            number = None
+        if (
+            unknown
+            or len(corrections) > 1
+            or rollouts not in ("dense", "guard", "harsh", "tail", "pages")
+            or (number is None if wants_value else value)
+        ):
+            raise ValueError(
+                f"{name!r} is no setting. Use dense, guard, harsh, tail-X (such as tail-0.86) or pages-N (such as "
+                "pages-8), with truncate, mask or sequence and oversample behind a plus (such as harsh+truncate)."
+            )
+        return cls(name, rollouts, number, *corrections, oversample="oversample" in modifiers)
+
+
+class OversamplingTrainer(SparseRolloutGRPOTrainer):
+    """Samples `num_generations` completions of a prompt, and learns from the better half of them."""
+
+    def _calculate_rewards(self, *args, **kwargs):
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._latest_rewards = rewards.nansum(dim=1)
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return output
+        rewards = self._latest_rewards.view(-1, self.num_generations)
+        kept, columns = rewards.topk(self.num_generations // 2, dim=1)
+        rows = (columns + torch.arange(len(rewards), device=columns.device)[:, None] * self.num_generations).flatten()
+        advantages = (kept - kept.mean(dim=1, keepdim=True)) / (kept.std(dim=1, keepdim=True) + 1e-4)
+        for name, value in output.items():
+            if torch.is_tensor(value) and value.dim() and len(value) == rewards.numel():
+                output[name] = value[rows]
+        output["advantages"] = advantages.flatten()
+        output["num_items_in_batch"] = output["completion_mask"].sum()
+        self._metrics["train"]["reward_kept"].append(kept.mean().item())
+        return output
+
+
+class HeldOutAccuracy(TrainerCallback):
+    """Measures the policy's accuracy on held-out tasks, greedy and dense, before and during training."""
+
+    def __init__(self, tasks, interval: int, label: str):
+        self.tasks, self.interval, self.label = tasks, interval, label
+        self.trainer = None
+        self.accuracy: dict[int, float] = {}
+
+    def attach(self, trainer) -> None:
+        self.trainer = trainer
+
+    def measure(self, step: int) -> None:
+        self.accuracy[step] = float(greedy_rewards(self.trainer, self.tasks).mean())
+        print(f"{self.label}, step {step}: accuracy {self.accuracy[step]:.1%}", flush=True)
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.measure(0)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step % self.interval == 0 or state.global_step == args.max_steps:
+            self.measure(state.global_step)
+
+
+class Study:
+    """Trains one setting and seed after the other, all on one engine."""
+
+    def __init__(self, arguments: StudyArguments, training_args: SparseRolloutGRPOConfig, model_args: ModelConfig):
+        self.arguments, self.training_args, self.model_args = arguments, training_args, model_args
+        self.folder = Path(training_args.output_dir)
+        self.recipe = SparsityScheduleConfig.resolve(training_args.sparsity_schedule)
+        self.engine = None
+        self._tails = None
+
+    def run(self, setting: Setting, seed: int) -> None:
+        """Train, and write `SETTING/seed-N/run.json`."""
+        folder = self.folder / setting.name / f"seed-{seed}"
+        if (folder / "run.json").exists():
+            print(f"{setting.name}, seed {seed}: there already")
+            return
+        schedule = self.schedule(setting)
+        set_seed(seed)
+        held_out = HeldOutAccuracy(
+            task.make_dataset("test", self.arguments.num_eval_tasks, seed=0),
+            self.arguments.eval_interval,
+            f"{setting.name}, seed {seed}",
+        )
+        callbacks = [held_out]
+        if setting.rollouts == "guard":
+            callbacks.append(
+                ScheduleGuardCallback(
+                    ScheduleGuardConfig(
+                        target_acceptance=self.arguments.guard_target, search=True, auto_sequences=64
+                    )
+                )
+            )
+        trainer = self.trainer(setting, schedule, folder, seed, callbacks)
+        rates = defaultdict(list)
+
+        def keep_rates():
+            for index, values in trainer.acceptance.step_rates.items():
+                rates[index * self.recipe.bin_tokens].append(values)
+
+        trainer.rollout_listeners.append(keep_rates)
+        started = time.time()
+        trainer.train()
+        seconds = time.time() - started
+        history = [entry for entry in trainer.state.log_history if "reward" in entry]
+        samples = self.training_args.generation_batch_size * (2 if setting.oversample else 1)
+        result = {
+            "setting": setting.name,
+            "seed": seed,
+            "top_k_pages": list(trainer.schedule.top_k_pages),
+            "accuracy": held_out.accuracy,
+            "tail_by_bin": {
+                start: float(np.quantile(np.concatenate(parts), self.recipe.tail_quantile))
+                for start, parts in sorted(rates.items())
+            },
+            "history": history,
+            "rollout_tokens": round(samples * sum(entry["completions/mean_length"] for entry in history)),
+            "guard": callbacks[1].history if len(callbacks) > 1 else [],
+            "seconds": round(seconds, 1),
+        }
+        write_atomically(folder / "run.json", json.dumps(result, indent=1).encode())
+        report(self.folder, [Setting.parse(name).name for name in self.arguments.settings])
+
+    def trainer(self, setting: Setting, schedule, folder: Path, seed: int, callbacks=()) -> SparseRolloutGRPOTrainer:
+        args = copy.copy(self.training_args)
+        args.output_dir, args.seed, args.sparsity_schedule = str(folder), seed, None
+        args.vllm_importance_sampling_correction = setting.correction is not None
+        if setting.correction is not None:
+            args.vllm_importance_sampling_mode = setting.correction
+        if setting.oversample:
+            args.num_generations *= 2
+            args.generation_batch_size *= 2
+        trainer_class = OversamplingTrainer if setting.oversample else SparseRolloutGRPOTrainer
+        trainer = trainer_class(
+            model=self.model_args.model_name_or_path,
+            reward_funcs=task.accuracy_reward,
+            args=args,
+            train_dataset=task.make_dataset("train", self.arguments.num_train_tasks, seed=seed),
+            schedule=schedule,
+            engine=self.engine,
+            callbacks=list(callbacks),
+        )
+        self.engine = trainer.vllm_generation.llm
+        gc.collect()  # the trainer before this one, and its model
+        return trainer
+
+    def schedule(self, setting: Setting) -> SparsityScheduleConfig:
+        """The schedule that a setting begins with."""
+        if setting.rollouts == "dense":
+            return replace(self.recipe, top_k_pages=[MAX_PAGES], dense_layers="all")
+        pages = {"guard": MAX_PAGES, "harsh": self.arguments.harsh_pages, "pages": setting.value}
+        if setting.rollouts in pages:
+            return replace(self.recipe, top_k_pages=[int(pages[setting.rollouts])])
+        tails, counts = self.measured_tails()
+        found = search_schedule(
+            self.arguments.page_counts,
+            tails,
+            counts,
+            bin_tokens=self.recipe.bin_tokens,
+            target_acceptance=setting.value,
+            min_tokens=round(TOKENS_BELOW_TAIL / self.recipe.tail_quantile),
+            allow_dense=True,
+            **self.recipe.recipe,
+        )
+        return replace(self.recipe, top_k_pages=found.schedule.top_k_pages, target_acceptance=setting.value)
+
+    def measured_tails(self):
+        """Tails and tokens `[budgets, bins]` of the rollouts of each budget, before any training (section 3.2)."""
+        if self._tails is None:
+            file = self.folder / "calibration" / "acceptance_table.json"
+            trainer = self.trainer(Setting.parse("dense"), self.schedule(Setting.parse("dense")), self.folder, seed=0)
+            generation, arguments = trainer.vllm_generation, self.arguments
+            tasks = task.make_dataset("test", arguments.calibration_tasks, seed=1)
+            prompts = trainer.processing_class(list(tasks["prompt"]))["input_ids"]
+            generation.sync_weights()
+            reserved = self.recipe.sink_pages + self.recipe.recent_pages
+            rollouts = []
+            for pages in arguments.page_counts:
+                print(f"Measuring the tail acceptance of rollouts that keep {pages} pages", flush=True)
+                generation.set_schedule(replace(self.recipe, top_k_pages=[pages - reserved]))
+                _, completions, _, _ = generation.generate(prompts, None, num_generations=1)
+                pairs = zip(prompts, completions, strict=True)
+                rollouts.append([TokenSequence(ids + new, len(ids)) for ids, new in pairs if len(new) > 1])
+            table = measure_rollout_acceptance(
+                trainer.model, rollouts, self.recipe, arguments.page_counts, self.recipe.bin_tokens
+            )
+            file.parent.mkdir(parents=True, exist_ok=True)
+            table.save(file)
+            self._tails = table.quantile(self.recipe.tail_quantile), table.count
+        return self._tails
+
+
+def main(arguments, training_args, model_args):
+    settings = [Setting.parse(name) for name in arguments.settings]
+    if training_args.sparsity_schedule is None:
+        raise ValueError("The study needs a recipe: --sparsity_schedule, of whose schedule the budgets do not count.")
+    if not arguments.report_only:
+        study = Study(arguments, training_args, model_args)
+        for seed in arguments.seeds:  # seed by seed, so that an interrupted study still compares all settings
+            for setting in settings:
+                study.run(setting, seed)
+    print(report(Path(training_args.output_dir), [setting.name for setting in settings]))
+
+
+if __name__ == "__main__":
+    parser = TrlParser((StudyArguments, SparseRolloutGRPOConfig, ModelConfig))
+    # vLLM's attention computes in float32 on the CPU only.
+    name = "control_study.yaml" if torch.cuda.is_available() else "control_study_reduced.yaml"
+    demo = ["--config", str(TINY_REASONER / name), "--bf16", str(torch.cuda.is_available())]
+    main(*parser.parse_args_and_config(args=sys.argv[1:] or demo))

@@ -1,0 +1,193 @@
+"""Table and pictures of the control study, from the runs in its folder."""
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from sparrow_trl.json_files import write_atomically
+from sparrow_trl.pictures import save_figure
+from sparrow_trl.tables import Table
+
+
+# A run has collapsed when it ends with less than this share of its best accuracy.
+COLLAPSED = 0.5
+# Steps that a point of a curve is the mean of.
+SMOOTHING = 5
+
+PANELS = (
+    ("reward", "reward"),
+    ("accuracy", "held-out accuracy, dense"),
+    ("completions/mean_length", "tokens of a completion"),
+    ("acceptance/tail", "tail acceptance"),
+    ("grad_norm", "gradient norm"),
+)
+
+
+def load_runs(folder: Path, settings: list[str]) -> dict[str, list[dict]]:
+    """What the runs of each setting have written, in the settings' order, without those that have none."""
+    runs = {}
+    for name in settings:
+        files = sorted((folder / name).glob("seed-*/run.json"))
+        if files:
+            runs[name] = [json.loads(file.read_text()) for file in files]
+    return runs
+
+
+def accuracy_curve(run: dict) -> tuple[list[int], list[float]]:
+    points = sorted((int(step), value) for step, value in run["accuracy"].items())
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def has_collapsed(run: dict) -> bool:
+    _, values = accuracy_curve(run)
+    return values[-1] < COLLAPSED * max(values)
+
+
+def measured(run: dict, name: str) -> list[float]:
+    return [float(entry[name]) for entry in run["history"] if name in entry]
+
+
+def tail_of(run: dict) -> float:
+    """Tail acceptance over the whole training, of the lowest bin of cached length; 1 for dense rollouts."""
+    return min(run["tail_by_bin"].values(), default=1.0)
+
+
+def kept_of(run: dict) -> float:
+    """Share of the cached pages that the rollouts have read; 1 for dense ones."""
+    return fmean(measured(run, "sparsity/kept_fraction") or [1.0])
+
+
+def summarize(runs: dict[str, list[dict]]) -> dict[str, dict]:
+    """Means over the seeds of each setting."""
+    summary = {}
+    for name, entries in runs.items():
+        finals = [accuracy_curve(run)[1][-1] for run in entries]
+        summary[name] = {
+            "seeds": [run["seed"] for run in entries],
+            "tail": fmean(tail_of(run) for run in entries),
+            "kept_fraction": fmean(kept_of(run) for run in entries),
+            "start_accuracy": fmean(accuracy_curve(run)[1][0] for run in entries),
+            "final_accuracy": fmean(finals),
+            "final_accuracies": finals,
+            "best_accuracy": fmean(max(accuracy_curve(run)[1]) for run in entries),
+            "collapsed": sum(map(has_collapsed, entries)),
+            "rollout_tokens": fmean(run["rollout_tokens"] for run in entries),
+            "steps": max(accuracy_curve(run)[0][-1] for run in entries),
+            "seconds": fmean(run["seconds"] for run in entries),
+        }
+    return summary
+
+
+def make_table(summary: dict[str, dict]) -> Table:
+    columns = ["setting", "seeds", "tail", "pages read", "accuracy at the end", "lowest, highest seed", "best",
+               "against dense", "collapsed", "rollout tokens"]  # fmt: skip
+    start = fmean(entry["start_accuracy"] for entry in summary.values())
+    table = Table(f"Control study: held-out accuracy, {start:.1%} before training", columns)
+    dense = summary.get("dense", {}).get("final_accuracy")
+    for name, entry in summary.items():
+        finals = entry["final_accuracies"]
+        table.rows.append(
+            [
+                name,
+                str(len(finals)),
+                f"{entry['tail']:.3f}",
+                f"{entry['kept_fraction']:.1%}",
+                f"{entry['final_accuracy']:.1%}",
+                f"{min(finals):.1%}, {max(finals):.1%}",
+                f"{entry['best_accuracy']:.1%}",
+                "-" if dense is None else f"{100 * (entry['final_accuracy'] - dense):+.1f} points",
+                f"{entry['collapsed']} of {len(finals)}",
+                f"{entry['rollout_tokens']:,.0f}",
+            ]
+        )
+    return table
+
+
+def colors_of(names: list[str]) -> dict[str, tuple]:
+    """Dense is black, the guard blue, tails from green (lenient) to orange, and what is harsh red or purple."""
+    tails = sorted((name for name in names if name.startswith("tail-")), reverse=True)
+    others = [name for name in names if name not in tails and name not in ("dense", "guard")]
+    colors = {"dense": "black", "guard": "tab:blue"}
+    colors |= {name: plt.cm.RdYlGn(0.95 - 0.6 * index / max(len(tails) - 1, 1)) for index, name in enumerate(tails)}
+    colors |= {name: plt.cm.plasma(0.1 + 0.5 * index / max(len(others) - 1, 1)) for index, name in enumerate(others)}
+    return colors
+
+
+def smoothed(values: list[float]) -> np.ndarray:
+    width = min(SMOOTHING, len(values))
+    return np.convolve(values, np.ones(width) / width, mode="valid")
+
+
+def draw_curves(runs: dict[str, list[dict]]):
+    """Figure 4's second row: what is measured in training, against the steps; bands are the range of the seeds."""
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 4), layout="constrained")
+    colors = colors_of(list(runs))
+    for name, entries in runs.items():
+        for axis, (key, _) in zip(axes, PANELS, strict=True):
+            if key == "accuracy":
+                steps, curves = accuracy_curve(entries[0])[0], [accuracy_curve(run)[1] for run in entries]
+            else:
+                curves = [smoothed(values) for run in entries if (values := measured(run, key))]
+                steps = np.arange(1, min(map(len, curves), default=0) + 1) + (SMOOTHING - 1) / 2
+            if not curves:
+                continue
+            length = min(len(steps), *map(len, curves))
+            curves = np.array([curve[:length] for curve in curves])
+            style = "--" if "+" in name else "-"
+            axis.plot(steps[:length], curves.mean(axis=0), style, color=colors[name], label=name)
+            axis.fill_between(steps[:length], curves.min(axis=0), curves.max(axis=0), color=colors[name], alpha=0.15)
+    for axis, (key, title) in zip(axes, PANELS, strict=True):
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+        if key == "grad_norm":
+            axis.set_yscale("log")
+    axes[0].legend(fontsize="small")
+    return figure
+
+
+def draw_tradeoff(summary: dict[str, dict]):
+    """Figure 1(a, c): accuracy at the end against what rollouts read, and against their tail acceptance."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    colors = colors_of(list(summary))
+    for axis, key, title in zip(
+        axes, ("kept_fraction", "tail"), ("share of the cached pages read", "tail acceptance in training"), strict=True
+    ):
+        for name, entry in summary.items():
+            finals = entry["final_accuracies"]
+            span = [[entry["final_accuracy"] - min(finals)], [max(finals) - entry["final_accuracy"]]]
+            marker = "x" if entry["collapsed"] else "o"
+            axis.errorbar(
+                entry[key], entry["final_accuracy"], span, color=colors[name], marker=marker, ls="", label=name
+            )
+        axis.set(xlabel=title)
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="held-out accuracy at the end")
+    axes[1].legend(fontsize="small", title="x: a seed collapsed")
+    return figure
+
+
+def report(folder: Path, settings: list[str]) -> str:
+    """
+    Write `summary.json`, `table.md`, `curves.png` and `tradeoff.png` into the study's folder.
+
+    Args:
+        folder (`pathlib.Path`): The study's folder.
+        settings (`list[str]`): Names of the settings, in the order to show them in.
+
+    Returns:
+        `str`: the table in Markdown.
+    """
+    runs = load_runs(folder, settings)
+    if not runs:
+        return f"There are no runs in {folder}."
+    summary = summarize(runs)
+    table = make_table(summary).to_markdown()
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
+    write_atomically(folder / "table.md", f"{table}\n".encode())
+    for figure, name in ((draw_curves(runs), "curves.png"), (draw_tradeoff(summary), "tradeoff.png")):
+        save_figure(figure, folder / name)
+        plt.close(figure)
+    return f"{table}\n\nTable, summary.json, curves.png and tradeoff.png: {folder}"
