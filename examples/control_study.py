@@ -25,8 +25,9 @@ again; so several processes may take a part of the seeds each, and `--report_onl
 A setting is `dense`, `guard`, `tail-X` (the cheapest schedule whose rollouts have a tail acceptance of X before the
 training), `harsh` or `pages-N` (N pages by score at every length), with any of these behind a plus:
 
-    truncate, mask    TRL's importance-sampling correction of tokens (truncated, or masked above its bound)
-    sequence          TRL's default, the correction of sequences
+    truncate, mask    importance-sampling correction of tokens, whose ratios are truncated or masked above a bound
+                      (TRL's default is to mask whole sequences)
+    uncorrected       none at all
     oversample        twice the completions, of which the better half is learnt from (paper, appendix A)
 """
 
@@ -48,7 +49,7 @@ import torch  # noqa: E402
 from control_study_report import report  # noqa: E402
 from grpo_sparse import TINY_REASONER, greedy_rewards  # noqa: E402
 from tiny_reasoner import task  # noqa: E402
-from transformers import TrainerCallback, set_seed  # noqa: E402
+from transformers import PrinterCallback, TrainerCallback, set_seed  # noqa: E402
 from trl import ModelConfig, TrlParser  # noqa: E402
 
 from sparrow_trl import (  # noqa: E402
@@ -64,8 +65,9 @@ from sparrow_trl.schedule import MAX_PAGES  # noqa: E402
 from sparrow_trl.schedule_search import search_schedule  # noqa: E402
 
 
-CORRECTIONS = {"truncate": "token_truncate", "mask": "token_mask", "sequence": "sequence_mask"}
-# Tokens of a bin of cached length for each that its tail quantile is above.
+# Modes of TRL's importance-sampling correction.
+CORRECTIONS = {"truncate": "token_truncate", "mask": "token_mask"}
+# Tokens that a bin of cached length needs below its tail quantile to count.
 TOKENS_BELOW_TAIL = 10
 
 
@@ -120,7 +122,7 @@ class Setting:
         name (`str`): As on the command line.
         rollouts (`str`): `dense`, `guard`, `harsh`, `tail` or `pages`.
         value (`float`, *optional*): Tail acceptance or pages.
-        correction (`str`, *optional*): Mode of TRL's importance-sampling correction.
+        correction (`str`, *optional*): `truncate`, `mask` or `uncorrected`; by default the configuration's.
         oversample (`bool`): Whether to learn from the better half of twice the completions.
     """
 
@@ -138,8 +140,8 @@ class Setting:
         """
         base, *modifiers = name.split("+")
         rollouts, _, value = base.partition("-")
-        unknown = set(modifiers) - {*CORRECTIONS, "oversample"}
-        corrections = [CORRECTIONS[modifier] for modifier in modifiers if modifier in CORRECTIONS]
+        unknown = set(modifiers) - {*CORRECTIONS, "uncorrected", "oversample"}
+        corrections = [modifier for modifier in modifiers if modifier != "oversample"]
         wants_value = rollouts in ("tail", "pages")
         try:
             number = float(value) if wants_value else None
@@ -153,7 +155,7 @@ class Setting:
         ):
             raise ValueError(
                 f"{name!r} is no setting. Use dense, guard, harsh, tail-X (such as tail-0.86) or pages-N (such as "
-                "pages-8), with truncate, mask or sequence and oversample behind a plus (such as harsh+truncate)."
+                "pages-8), with truncate, mask or uncorrected and oversample behind a plus (such as harsh+truncate)."
             )
         return cls(name, rollouts, number, *corrections, oversample="oversample" in modifiers)
 
@@ -233,9 +235,7 @@ class Study:
         if setting.rollouts == "guard":
             callbacks.append(
                 ScheduleGuardCallback(
-                    ScheduleGuardConfig(
-                        target_acceptance=self.arguments.guard_target, search=True, auto_sequences=64
-                    )
+                    ScheduleGuardConfig(target_acceptance=self.arguments.guard_target, search=True, auto_sequences=64)
                 )
             )
         trainer = self.trainer(setting, schedule, folder, seed, callbacks)
@@ -271,9 +271,10 @@ class Study:
     def trainer(self, setting: Setting, schedule, folder: Path, seed: int, callbacks=()) -> SparseRolloutGRPOTrainer:
         args = copy.copy(self.training_args)
         args.output_dir, args.seed, args.sparsity_schedule = str(folder), seed, None
-        args.vllm_importance_sampling_correction = setting.correction is not None
-        if setting.correction is not None:
-            args.vllm_importance_sampling_mode = setting.correction
+        if setting.correction == "uncorrected":
+            args.vllm_importance_sampling_correction = False
+        elif setting.correction is not None:
+            args.vllm_importance_sampling_mode = CORRECTIONS[setting.correction]
         if setting.oversample:
             args.num_generations *= 2
             args.generation_batch_size *= 2
@@ -287,6 +288,7 @@ class Study:
             engine=self.engine,
             callbacks=list(callbacks),
         )
+        trainer.remove_callback(PrinterCallback)  # a line for each step
         self.engine = trainer.vllm_generation.llm
         gc.collect()  # the trainer before this one, and its model
         return trainer

@@ -62,7 +62,8 @@ class BudgetController:
     target with 95% confidence, or, with `min_tokens` tokens, more than `headroom` below it. It is lowered when, with
     as many tokens, the tail is above the target with that confidence and by more than `headroom`. By how much follows
     from the distance, within a factor of `max_change`. Longer bins keep no fewer pages than shorter ones, as in
-    calibrated schedules. Tokens of one completion are alike, so the confidence is less than its name. What a bin was
+    calibrated schedules; shorter ones without a single token, such as contexts shorter than any prompt, keep no more
+    than longer ones. Tokens of one completion are alike, so the confidence is less than its name. What a bin was
     judged by is no part of a checkpoint.
 
     Args:
@@ -132,6 +133,7 @@ class BudgetController:
             for key, table in tables.items()
         }
         self._windows = {index: [] for index in range(num_bins)}
+        self._seen = set()
 
     @property
     def schedule(self) -> SparsityScheduleConfig:
@@ -152,7 +154,9 @@ class BudgetController:
             `list[BudgetChange]`: what changed in the base table, shortest bin first.
         """
         for index, values in rates.items():
-            self._windows[min(index, len(self._windows) - 1)].append(np.asarray(values, dtype=float))
+            index = min(index, len(self._windows) - 1)
+            self._windows[index].append(np.asarray(values, dtype=float))
+            self._seen.add(index)
         factors, reasons = {}, {}
         for index in self._windows:
             measured = self._tail(index)
@@ -200,6 +204,9 @@ class BudgetController:
                 # Up to the next page above, down to the next below.
                 scaled = math.ceil(pages[index] * factor) if factor > 1 else math.floor(pages[index] * factor)
                 pages[index] = scaled if scaled != pages[index] else pages[index] + (1 if factor > 1 else -1)
+            for index in reversed(range(len(pages) - 1)):
+                if index not in self._seen:  # or what is never measured would hold up all longer contexts
+                    pages[index] = min(pages[index], pages[index + 1])
             self._pages[key] = np.minimum(np.maximum(np.maximum.accumulate(pages), self._least), self._most)
         changes = []
         for index, window in self._windows.items():
@@ -207,7 +214,8 @@ class BudgetController:
                 continue
             window.clear()
             tail = tokens = None
-            text = reason or f"no fewer than from {max(index - 1, 0) * self._schedule.bin_tokens:,} on"
+            bound, neighbor = ("no more", index + 1) if self._lowered(before, index) else ("no fewer", index - 1)
+            text = reason or f"{bound} than from {max(neighbor, 0) * self._schedule.bin_tokens:,} on"
             if index in measured:
                 tail, *_, tokens = measured[index]
                 side = "below" if tail < self.target else "above"
@@ -216,6 +224,9 @@ class BudgetController:
             pages = int(before[None][index]), int(self._pages[None][index])
             changes.append(BudgetChange(start, *pages, tail, tokens or 0, text))
         return changes
+
+    def _lowered(self, before: dict, index: int) -> bool:
+        return any(self._pages[key][index] < pages[index] for key, pages in before.items())
 
 
 def _extended(table: list[int], num_bins: int) -> list[int]:

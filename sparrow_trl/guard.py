@@ -477,9 +477,9 @@ def _check_training(trainer: "SparseRolloutGRPOTrainer", config: ScheduleGuardCo
         )
     if searching and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise ValueError(
-            "The search for a schedule (schedule='auto', or the guard's `search`) does not support FSDP and DeepSpeed, "
-            "outside of whose engines budgets would be measured. Run `sparrow-trl calibrate` first, and give its "
-            "schedule."
+            "The search for a schedule (schedule='auto', or the guard's `search`) does not support FSDP and "
+            "DeepSpeed, outside of whose engines budgets would be measured. Run `sparrow-trl calibrate` first, and "
+            "give its schedule."
         )
 
 

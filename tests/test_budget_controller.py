@@ -90,7 +90,25 @@ def test_budgets_fall_only_with_enough_tokens_and_confidence():
     assert (change.before, change.after) == (63, 42) and "above 0.860" in change.reason
     # No longer bin has fewer pages than one before it.
     assert controller.update({1: np.full(1000, 0.99)})[0].after == 42
-    assert controller.update({3: np.full(1000, 0.99)}) == []
+    assert controller.update({2: np.full(1, 0.99), 3: np.full(1000, 0.99)}) == []
+
+
+def test_bins_without_tokens_hold_no_longer_one_up():
+    least = np.array([45, 60])
+    simulation = Simulation((1 - TARGET) * least**0.65)
+    # Prompts are longer than the first two bins.
+    controller = make_controller(SparsityScheduleConfig(top_k_pages=[150], bin_tokens=1024, dense_layers=[]))
+    changes = []
+    for _ in range(60):
+        table = SparsityScheduleConfig(
+            top_k_pages=controller.schedule.top_k_pages[2:], bin_tokens=1024, dense_layers=[]
+        )
+        rates = simulation.rates(table, tokens=600)
+        changes += controller.update({index + 2: values for index, values in rates.items()})
+    pages = np.array(controller.schedule.top_k_pages) + 3
+    assert least.sum() * 0.95 <= pages[2:].sum() <= 1.15 * least.sum()
+    assert max(pages[:2]) <= pages[2]
+    assert any(change.reason == "no more than from 1,024 on" for change in changes if change.start == 0)
 
 
 def test_what_was_measured_before_a_change_is_forgotten():
@@ -171,5 +189,6 @@ def test_bins_shorter_than_the_reserved_pages():
     controller = make_controller(schedule, max_tokens=200, min_tokens=200)
     # Bins of two pages: contexts of up to 1, 3, 5, ... pages, of which three are reserved.
     assert controller.schedule.top_k_pages == [0, 0, 2, 4, 6, 8, 10]
-    (change,) = controller.update({0: np.full(200, 0.1), 6: np.full(200, 0.99)})
+    others = {index: np.ones(1) for index in range(1, 6)}
+    (change,) = controller.update({0: np.full(200, 0.1), **others, 6: np.full(200, 0.99)})
     assert (change.start, change.after) == (192, 11)

@@ -97,6 +97,20 @@ def test_a_schedule_is_found_during_the_first_steps(auto_run):
     assert min(entry.tail for entry in measure_schedule(auto_run.model, sequences, fewer) if entry.tokens >= 50) < 0.87
 
 
+def test_a_search_keeps_the_recipe(tiny_qwen3, tmp_path):
+    recipe = SparsityScheduleConfig(
+        top_k_pages=[2**15], bin_tokens=64, dense_layers=[], page_score="group_softmax", landmarks_per_page=2
+    )
+    guard = make_guard(target_acceptance=0.9, search=True)
+    trainer = start(tiny_qwen3, tmp_path, guard, recipe, max_steps=2)
+    trainer.train()
+    assert events(guard)[0] == (1, "search")
+    before, after = (rollout.schedule for rollout in trainer.rollouts)
+    assert before == recipe and after == replace(recipe, top_k_pages=after.top_k_pages)
+    kept = [rollout.counters.kept_fraction for rollout in trainer.rollouts]
+    assert kept[0] == 1 and 0.1 < kept[1] < 0.95
+
+
 def test_budgets_follow_the_tail_and_are_saved(auto_run):
     logs = [log for log in auto_run.state.log_history if "guard/dense" in log]
     assert len(logs) == 4 and not any(log["guard/dense"] or log["guard/break"] for log in logs)
