@@ -13,6 +13,13 @@ from .schedule import SparsityScheduleConfig
 # Only the size of a change follows from it; what is reached is measured.
 TAIL_EXPONENT = 0.65
 
+# Where tokens are either untouched or broken, the tail says nothing until it falls all at once. What grows before is
+# the share of broken ones: with the third to fourth power of the pages for the tiny reasoner, from 15 to 10 pages. A
+# budget is lowered only as far as the share of tokens clearly below the target then stays below this part of the
+# quantile.
+SHARE_EXPONENT = 4
+SHARE_LIMIT = 0.9
+
 # Standard normal quantile: bounds of a tail hold with 95% each.
 CONFIDENCE = 1.645
 
@@ -21,6 +28,16 @@ MAX_BINS = 256
 
 # Most tokens that a bin is judged by, as a multiple of the fewest: older ones are of another policy.
 WINDOW = 4
+
+
+@dataclass(frozen=True)
+class _TailMeasurement:
+    # Of a bin's latest tokens: the tail with its bounds, and an upper bound of the share clearly below the target.
+    tail: float
+    low: float
+    high: float
+    share: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -61,10 +78,10 @@ class BudgetController:
     A bin is judged by its latest tokens since its budget last changed. It is raised when their tail is below the
     target with 95% confidence, or, with `min_tokens` tokens, more than `headroom` below it. It is lowered when, with
     as many tokens, the tail is above the target with that confidence and by more than `headroom`. By how much follows
-    from the distance, within a factor of `max_change`. Longer bins keep no fewer pages than shorter ones, as in
-    calibrated schedules; shorter ones without a single token, such as contexts shorter than any prompt, keep no more
-    than longer ones. Tokens of one completion are alike, so the confidence is less than its name. What a bin was
-    judged by is no part of a checkpoint.
+    from the distance, within a factor of `max_change`, and for a lower budget from the share of tokens that are
+    clearly below the target. Longer bins keep no fewer pages than shorter ones, as in calibrated schedules; shorter
+    ones without a single token, such as contexts shorter than any prompt, keep no more than longer ones. Tokens of one
+    completion are alike, so the confidence is less than its name. What a bin was judged by is no part of a checkpoint.
 
     Args:
         schedule ([`SparsityScheduleConfig`]):
@@ -160,7 +177,7 @@ class BudgetController:
         factors, reasons = {}, {}
         for index in self._windows:
             measured = self._tail(index)
-            if measured is not None and (factor := self._factor(*measured)) != 1:
+            if measured is not None and (factor := self._factor(measured)) != 1:
                 factors[index], reasons[index] = factor, measured
         return self._change(factors, reasons)
 
@@ -168,8 +185,7 @@ class BudgetController:
         """Multiply all budgets by `factor` (`float`) for a `reason` (`str`), and forget what was measured."""
         return self._change(dict.fromkeys(self._windows, factor), {}, reason)
 
-    def _tail(self, index: int) -> tuple[float, float, float, int] | None:
-        """Tail of a bin's latest tokens, its bounds, and their number."""
+    def _tail(self, index: int) -> _TailMeasurement | None:
         window = self._windows[index]
         total = sum(map(len, window))
         while window and total - len(window[0]) >= WINDOW * self.min_tokens:
@@ -181,29 +197,27 @@ class BudgetController:
         low, high = math.floor(total * q - spread), math.ceil(total * q + spread)
         if low < 0 or high >= total:
             return None
-        return float(np.quantile(rates, q)), float(rates[low]), float(rates[high]), total
+        below = int(np.searchsorted(rates, self.target - 2 * self.headroom))
+        share = (below + CONFIDENCE * math.sqrt(below) + 1) / total
+        return _TailMeasurement(float(np.quantile(rates, q)), float(rates[low]), float(rates[high]), share, total)
 
-    def _factor(self, tail: float, low: float, high: float, tokens: int) -> float:
-        enough = tokens >= self.min_tokens
-        if high < self.target or (enough and tail < self.target - self.headroom):
-            direction = 1
-        elif enough and low > self.target and tail > self.target + self.headroom:
-            direction = -1
-        else:
-            return 1
+    def _factor(self, measured: _TailMeasurement) -> float:
+        tail, enough = measured.tail, measured.tokens >= self.min_tokens
         aim = self.target + self.headroom / 2
         factor = (max(1 - tail, 1e-9) / (1 - aim)) ** (1 / TAIL_EXPONENT)
-        limits = (1, self.max_change) if direction > 0 else (1 / self.max_change, 1)
-        # Just off 1 where the distance is small, so that at least one page changes.
-        return float(np.clip(factor, *limits)) if factor != 1 else 1 + direction * 1e-9
+        if measured.high < self.target or (enough and tail < self.target - self.headroom):
+            # Just off 1 where the distance is small, so that at least one page changes.
+            return float(np.clip(factor, 1 + 1e-9, self.max_change))
+        if enough and measured.low > self.target and tail > self.target + self.headroom:
+            allowed = measured.share / (SHARE_LIMIT * self._schedule.tail_quantile)
+            return float(np.clip(max(factor, allowed ** (1 / SHARE_EXPONENT)), 1 / self.max_change, 1))
+        return 1
 
     def _change(self, factors, measured, reason: str | None = None) -> list[BudgetChange]:
         before = {key: pages.copy() for key, pages in self._pages.items()}
         for key, pages in self._pages.items():
             for index, factor in factors.items():
-                # Up to the next page above, down to the next below.
-                scaled = math.ceil(pages[index] * factor) if factor > 1 else math.floor(pages[index] * factor)
-                pages[index] = scaled if scaled != pages[index] else pages[index] + (1 if factor > 1 else -1)
+                pages[index] = math.ceil(pages[index] * factor)
             for index in reversed(range(len(pages) - 1)):
                 if index not in self._seen:  # or what is never measured would hold up all longer contexts
                     pages[index] = min(pages[index], pages[index + 1])
@@ -217,7 +231,7 @@ class BudgetController:
             bound, neighbor = ("no more", index + 1) if self._lowered(before, index) else ("no fewer", index - 1)
             text = reason or f"{bound} than from {max(neighbor, 0) * self._schedule.bin_tokens:,} on"
             if index in measured:
-                tail, *_, tokens = measured[index]
+                tail, tokens = measured[index].tail, measured[index].tokens
                 side = "below" if tail < self.target else "above"
                 text = f"tail {tail:.3f} of {tokens:,} tokens, {side} {self.target:.3f}"
             start = index * self._schedule.bin_tokens

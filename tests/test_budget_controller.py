@@ -39,6 +39,27 @@ class Simulation:
         return [(difficulty / (1 - target)) ** (1 / self.exponent) for difficulty in self.difficulties]
 
 
+class BrokenTokens(Simulation):
+    """Tokens are untouched or broken; broken ones are the `quantile` at `least` pages, and more by a power below."""
+
+    def __init__(self, least, exponent, quantile, seed=0):
+        super().__init__(least, exponent, seed)
+        self.quantile = quantile
+
+    def share(self, index, schedule):
+        pages = schedule.top_k(index * schedule.bin_tokens + 1) + schedule.sink_pages + schedule.recent_pages
+        return min(1.0, self.quantile * (self.difficulties[index] / pages) ** self.exponent)
+
+    def tail(self, index, schedule):
+        return 0.1 if self.share(index, schedule) > self.quantile else 0.999
+
+    def rates(self, schedule, tokens):
+        return {
+            index: np.where(self.generator.random(tokens) < self.share(index, schedule), 0.1, 0.999)
+            for index in range(len(self.difficulties))
+        }
+
+
 def make_controller(schedule=SCHEDULE, max_tokens=4080, **kwargs):
     return BudgetController(schedule, max_tokens, **{"target": TARGET, **kwargs})
 
@@ -59,6 +80,23 @@ def test_budgets_come_to_the_least_that_hold_the_target(exponent, start, seed):
     assert np.min(history[20:]) > TARGET - 0.03
     pages = np.array(controller.schedule.top_k_pages) + 3
     assert least.sum() * 0.95 <= pages.sum() <= 1.15 * least.sum()
+
+
+@pytest.mark.parametrize("exponent", [2, 4])
+@pytest.mark.parametrize("start", [12, 60, 250])
+@pytest.mark.parametrize("seed", range(3))
+def test_budgets_do_not_fall_to_where_the_tail_breaks(exponent, start, seed):
+    least = np.array([20.0, 30, 45, 60])
+    simulation = BrokenTokens(least, exponent, quantile=0.01, seed=seed)
+    schedule = SparsityScheduleConfig(top_k_pages=[start], bin_tokens=1024, dense_layers=[], tail_quantile=0.01)
+    controller = make_controller(schedule, min_tokens=5000)
+    broken = []
+    for _ in range(60):
+        controller.update(simulation.rates(controller.schedule, tokens=2500))
+        broken.append([simulation.share(index, controller.schedule) > 0.01 for index in range(4)])
+    assert not np.any(broken[20:])
+    pages = np.array(controller.schedule.top_k_pages) + 3
+    assert np.all(pages >= least) and pages.sum() <= (1.15 if exponent == 4 else 1.3) * least.sum()
 
 
 def test_a_tail_that_holds_changes_nothing():
@@ -89,7 +127,7 @@ def test_budgets_fall_only_with_enough_tokens_and_confidence():
     (change,) = controller.update({0: np.full(1, 0.99)})
     assert (change.before, change.after) == (63, 42) and "above 0.860" in change.reason
     # No longer bin has fewer pages than one before it.
-    assert controller.update({1: np.full(1000, 0.99)})[0].after == 42
+    assert controller.update({1: np.full(1000, 0.99)})[0].after == 43
     assert controller.update({2: np.full(1, 0.99), 3: np.full(1000, 0.99)}) == []
 
 
