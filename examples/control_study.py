@@ -60,6 +60,7 @@ from sparrow_trl import (  # noqa: E402
     SparsityScheduleConfig,
 )
 from sparrow_trl.acceptance_sweep import TokenSequence, measure_rollout_acceptance  # noqa: E402
+from sparrow_trl.acceptance_table import AcceptanceTable  # noqa: E402
 from sparrow_trl.json_files import write_atomically  # noqa: E402
 from sparrow_trl.schedule import MAX_PAGES  # noqa: E402
 from sparrow_trl.schedule_search import search_schedule  # noqa: E402
@@ -216,7 +217,6 @@ class Study:
         self.folder = Path(training_args.output_dir)
         self.recipe = SparsityScheduleConfig.resolve(training_args.sparsity_schedule)
         self.engine = None
-        self._tails = None
 
     def run(self, setting: Setting, seed: int) -> None:
         """Train, and write `SETTING/seed-N/run.json`."""
@@ -313,30 +313,38 @@ class Study:
         )
         return replace(self.recipe, top_k_pages=found.schedule.top_k_pages, target_acceptance=setting.value)
 
-    def measured_tails(self):
+    def measured_tails(self) -> tuple[np.ndarray, np.ndarray]:
         """Tails and tokens `[budgets, bins]` of the rollouts of each budget, before any training (section 3.2)."""
-        if self._tails is None:
-            file = self.folder / "calibration" / "acceptance_table.json"
-            trainer = self.trainer(Setting.parse("dense"), self.schedule(Setting.parse("dense")), self.folder, seed=0)
-            generation, arguments = trainer.vllm_generation, self.arguments
-            tasks = task.make_dataset("test", arguments.calibration_tasks, seed=1)
-            prompts = trainer.processing_class(list(tasks["prompt"]))["input_ids"]
-            generation.sync_weights()
-            reserved = self.recipe.sink_pages + self.recipe.recent_pages
-            rollouts = []
-            for pages in arguments.page_counts:
-                print(f"Measuring the tail acceptance of rollouts that keep {pages} pages", flush=True)
-                generation.set_schedule(replace(self.recipe, top_k_pages=[pages - reserved]))
-                _, completions, _, _ = generation.generate(prompts, None, num_generations=1)
-                pairs = zip(prompts, completions, strict=True)
-                rollouts.append([TokenSequence(ids + new, len(ids)) for ids, new in pairs if len(new) > 1])
-            table = measure_rollout_acceptance(
-                trainer.model, rollouts, self.recipe, arguments.page_counts, self.recipe.bin_tokens
-            )
+        file = self.folder / "calibration" / "acceptance_table.json"
+        if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            table.save(file)
-            self._tails = table.quantile(self.recipe.tail_quantile), table.count
-        return self._tails
+            self.measure_budgets().save(file)
+        table = AcceptanceTable.load(file)
+        if table.page_counts != self.arguments.page_counts:
+            raise ValueError(
+                f"{file} has the budgets {table.page_counts}, but page_counts is {self.arguments.page_counts}. Remove "
+                "the file to measure again, or use another output folder."
+            )
+        return table.quantile(self.recipe.tail_quantile), table.count
+
+    def measure_budgets(self) -> AcceptanceTable:
+        dense = Setting.parse("dense")
+        trainer = self.trainer(dense, self.schedule(dense), self.folder, seed=0)
+        generation, arguments = trainer.vllm_generation, self.arguments
+        tasks = task.make_dataset("test", arguments.calibration_tasks, seed=1)
+        prompts = trainer.processing_class(list(tasks["prompt"]))["input_ids"]
+        generation.sync_weights()
+        reserved = self.recipe.sink_pages + self.recipe.recent_pages
+        rollouts = []
+        for pages in arguments.page_counts:
+            print(f"Measuring the tail acceptance of rollouts that keep {pages} pages", flush=True)
+            generation.set_schedule(replace(self.recipe, top_k_pages=[pages - reserved]))
+            _, completions, _, _ = generation.generate(prompts, None, num_generations=1)
+            pairs = zip(prompts, completions, strict=True)
+            rollouts.append([TokenSequence(ids + new, len(ids)) for ids, new in pairs if len(new) > 1])
+        return measure_rollout_acceptance(
+            trainer.model, rollouts, self.recipe, arguments.page_counts, self.recipe.bin_tokens
+        )
 
 
 def main(arguments, training_args, model_args):
