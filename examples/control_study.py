@@ -10,23 +10,25 @@ How sparse may rollouts be? Trains the same model on dense rollouts, on rollouts
 a guard and on harshly sparse rollouts, several seeds each, and draws what becomes of them (paper, figure 1 and the
 second row of figure 4).
 
-Without arguments it runs a reduced form on the tiny reasoner that comes with the repository, in half an hour on two
-cores:
+A reduced form on the tiny reasoner that comes with the repository, half an hour on two cores; it is what runs without
+arguments where there is no GPU:
 
-    accelerate launch --cpu examples/control_study.py
+    accelerate launch --cpu examples/control_study.py --config examples/tiny_reasoner/control_study_reduced.yaml
 
 The full form, on one GPU:
 
-    accelerate launch examples/control_study.py --config examples/tiny_reasoner/control_study.yaml
+    accelerate launch --num_processes 1 examples/control_study.py --config examples/tiny_reasoner/control_study.yaml
 
 All runs share one engine. Each is written to the output folder when it ends, and found there when the study is started
-again; so several processes may take a part of the seeds each, and `--report_only` puts together what there is.
+again. So several starts may share the work, each with some of the seeds or settings; `--report_only` with all settings
+then puts together what there is.
 
 A setting is `dense`, `guard`, `tail-X` (the cheapest schedule whose rollouts have a tail acceptance of X before the
 training), `harsh` or `pages-N` (N pages by score at every length), with any of these behind a plus:
 
-    truncate, mask    importance-sampling correction of tokens, whose ratios are truncated or masked above a bound
-                      (TRL's default is to mask whole sequences)
+    mask              importance-sampling correction that leaves tokens with a large ratio out; by default ratios are
+                      truncated
+    sequence          one that leaves whole completions out, TRL's own default, which long completions do not allow
     uncorrected       none at all
     oversample        twice the completions, of which the better half is learnt from (paper, appendix A)
 """
@@ -35,11 +37,12 @@ import copy
 import gc
 import json
 import os
+import re
 import sys
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -50,7 +53,7 @@ from control_study_report import report  # noqa: E402
 from grpo_sparse import TINY_REASONER, greedy_rewards  # noqa: E402
 from tiny_reasoner import task  # noqa: E402
 from transformers import PrinterCallback, TrainerCallback, set_seed  # noqa: E402
-from trl import ModelConfig, TrlParser  # noqa: E402
+from trl import TrlParser  # noqa: E402
 
 from sparrow_trl import (  # noqa: E402
     ScheduleGuardCallback,
@@ -67,9 +70,14 @@ from sparrow_trl.schedule_search import search_schedule  # noqa: E402
 
 
 # Modes of TRL's importance-sampling correction.
-CORRECTIONS = {"truncate": "token_truncate", "mask": "token_mask"}
+CORRECTIONS = {"mask": "token_mask", "sequence": "sequence_mask"}
 # Tokens that a bin of cached length needs below its tail quantile to count.
 TOKENS_BELOW_TAIL = 10
+# What runs must agree in to be compared.
+SHARED_ARGUMENTS = (
+    "max_steps", "learning_rate", "lr_scheduler_type", "num_generations", "generation_batch_size", "temperature",
+    "max_completion_length", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+)  # fmt: skip
 
 
 @dataclass
@@ -78,6 +86,8 @@ class StudyArguments:
     Arguments of the study, beside those of training, which all runs share.
 
     Args:
+        model_name_or_path (`str`):
+            The tiny reasoner, or a model that was trained on its tasks.
         settings (`list[str]`):
             What to compare.
         seeds (`list[int]`, *optional*, defaults to `[0]`):
@@ -100,6 +110,7 @@ class StudyArguments:
             Whether to train nothing, and to report on the runs that are there.
     """
 
+    model_name_or_path: str = field(metadata={"help": "The tiny reasoner, or a model trained on its tasks."})
     settings: list[str] = field(metadata={"help": "What to compare."})
     page_counts: list[int] = field(metadata={"help": "Budgets to choose from, in pages with the reserved ones."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
@@ -123,7 +134,7 @@ class Setting:
         name (`str`): As on the command line.
         rollouts (`str`): `dense`, `guard`, `harsh`, `tail` or `pages`.
         value (`float`, *optional*): Tail acceptance or pages.
-        correction (`str`, *optional*): `truncate`, `mask` or `uncorrected`; by default the configuration's.
+        correction (`str`, *optional*): `mask`, `sequence` or `uncorrected`; by default the configuration's.
         oversample (`bool`): Whether to learn from the better half of twice the completions.
     """
 
@@ -143,20 +154,20 @@ class Setting:
         rollouts, _, value = base.partition("-")
         unknown = set(modifiers) - {*CORRECTIONS, "uncorrected", "oversample"}
         corrections = [modifier for modifier in modifiers if modifier != "oversample"]
-        wants_value = rollouts in ("tail", "pages")
-        try:
-            number = float(value) if wants_value else None
-        except ValueError:
-            number = None
+        number = None
+        if rollouts == "pages" and value.isdigit():
+            number = int(value)
+        elif rollouts == "tail" and re.fullmatch(r"0?\.\d+", value):
+            number = float(value)
         if (
             unknown
             or len(corrections) > 1
             or rollouts not in ("dense", "guard", "harsh", "tail", "pages")
-            or (number is None if wants_value else value)
+            or (not number if rollouts in ("tail", "pages") else value)
         ):
             raise ValueError(
                 f"{name!r} is no setting. Use dense, guard, harsh, tail-X (such as tail-0.86) or pages-N (such as "
-                "pages-8), with truncate, mask or uncorrected and oversample behind a plus (such as harsh+truncate)."
+                "pages-8), with mask, sequence or uncorrected and oversample behind a plus (such as harsh+mask)."
             )
         return cls(name, rollouts, number, *corrections, oversample="oversample" in modifiers)
 
@@ -205,82 +216,117 @@ class HeldOutAccuracy(TrainerCallback):
         self.measure(0)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step % self.interval == 0 or state.global_step == args.max_steps:
+        if state.global_step % self.interval == 0 or state.global_step == state.max_steps:
             self.measure(state.global_step)
 
 
 class Study:
     """Trains one setting and seed after the other, all on one engine."""
 
-    def __init__(self, arguments: StudyArguments, training_args: SparseRolloutGRPOConfig, model_args: ModelConfig):
-        self.arguments, self.training_args, self.model_args = arguments, training_args, model_args
+    def __init__(self, arguments: StudyArguments, training_args: SparseRolloutGRPOConfig):
+        self.arguments, self.training_args = arguments, training_args
         self.folder = Path(training_args.output_dir)
-        self.recipe = SparsityScheduleConfig.resolve(training_args.sparsity_schedule)
+        self.recipe = replace(SparsityScheduleConfig.resolve(training_args.sparsity_schedule), layer_top_k_pages=None)
         self.engine = None
 
+    def conditions(self, setting: Setting) -> dict[str, Any]:
+        """What a run was made under: one found in the folder must be the one that would be made now."""
+        values = {name: getattr(self.training_args, name) for name in SHARED_ARGUMENTS}
+        values |= {"model": self.arguments.model_name_or_path, "num_eval_tasks": self.arguments.num_eval_tasks}
+        if setting.rollouts == "harsh":
+            values["harsh_pages"] = self.arguments.harsh_pages
+        if setting.rollouts == "guard":
+            values["guard_target"] = self.arguments.guard_target
+        if setting.rollouts != "dense":
+            values["recipe"] = {**self.recipe.to_dict(), "top_k_pages": None}
+        return json.loads(json.dumps(values))
+
+    def check_run(self, setting: Setting, seed: int) -> bool:
+        """
+        Whether a run is there already.
+
+        Raises:
+            ValueError: when one is there that was made under other conditions.
+        """
+        file = self.run_folder(setting, seed) / "run.json"
+        if not file.exists():
+            return False
+        theirs, ours = json.loads(file.read_text())["conditions"], self.conditions(setting)
+        differing = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
+        if differing:
+            raise ValueError(
+                f"{file} was made with other settings: its {', '.join(differing)} differ. Use another output_dir, or "
+                "remove it to make the run again."
+            )
+        return True
+
+    def run_folder(self, setting: Setting, seed: int) -> Path:
+        return self.folder / setting.name / f"seed-{seed}"
+
     def run(self, setting: Setting, seed: int) -> None:
-        """Train, and write `SETTING/seed-N/run.json`."""
-        folder = self.folder / setting.name / f"seed-{seed}"
-        if (folder / "run.json").exists():
+        """Train, and write `SETTING/seed-N/run.json`, unless it is there."""
+        if self.check_run(setting, seed):
             print(f"{setting.name}, seed {seed}: there already")
             return
-        schedule = self.schedule(setting)
-        set_seed(seed)
+        arguments, folder = self.arguments, self.run_folder(setting, seed)
         held_out = HeldOutAccuracy(
-            task.make_dataset("test", self.arguments.num_eval_tasks, seed=0),
-            self.arguments.eval_interval,
+            task.make_dataset("test", arguments.num_eval_tasks, seed=0),
+            arguments.eval_interval,
             f"{setting.name}, seed {seed}",
         )
-        callbacks = [held_out]
+        guard = None
         if setting.rollouts == "guard":
-            callbacks.append(
-                ScheduleGuardCallback(
-                    ScheduleGuardConfig(target_acceptance=self.arguments.guard_target, search=True, auto_sequences=64)
+            # The tiny reasoner's tokens are untouched or broken, so that a floor would be no lower than the target.
+            guard = ScheduleGuardCallback(
+                ScheduleGuardConfig(
+                    target_acceptance=arguments.guard_target, search=True, auto_sequences=64, tail_floor=0.0
                 )
             )
-        trainer = self.trainer(setting, schedule, folder, seed, callbacks)
-        rates = defaultdict(list)
-
-        def keep_rates():
-            for index, values in trainer.acceptance.step_rates.items():
-                rates[index * self.recipe.bin_tokens].append(values)
-
-        trainer.rollout_listeners.append(keep_rates)
+        trainer = self.trainer(setting, self.schedule(setting), folder, seed, [held_out, *filter(None, [guard])])
+        set_seed(seed)  # the engine, which samples in this process, has its own seed when it starts
         started = time.time()
         trainer.train()
-        seconds = time.time() - started
         history = [entry for entry in trainer.state.log_history if "reward" in entry]
-        samples = self.training_args.generation_batch_size * (2 if setting.oversample else 1)
         result = {
             "setting": setting.name,
             "seed": seed,
+            "conditions": self.conditions(setting),
             "top_k_pages": list(trainer.schedule.top_k_pages),
             "accuracy": held_out.accuracy,
             "tail_by_bin": {
-                start: float(np.quantile(np.concatenate(parts), self.recipe.tail_quantile))
-                for start, parts in sorted(rates.items())
+                entry.start: entry.tail
+                for entry in trainer.acceptance.bin_statistics()
+                if entry.tokens >= self.min_tokens
             },
             "history": history,
-            "rollout_tokens": round(samples * sum(entry["completions/mean_length"] for entry in history)),
-            "guard": callbacks[1].history if len(callbacks) > 1 else [],
-            "seconds": round(seconds, 1),
+            "rollout_tokens": round(
+                trainer.args.generation_batch_size * sum(entry["completions/mean_length"] for entry in history)
+            ),
+            "guard": guard.history if guard else [],
+            "seconds": round(time.time() - started, 1),
         }
         write_atomically(folder / "run.json", json.dumps(result, indent=1).encode())
-        report(self.folder, [Setting.parse(name).name for name in self.arguments.settings])
+        report(self.folder, arguments.settings)
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens that a bin of cached length needs to have a tail."""
+        return round(TOKENS_BELOW_TAIL / self.recipe.tail_quantile)
 
     def trainer(self, setting: Setting, schedule, folder: Path, seed: int, callbacks=()) -> SparseRolloutGRPOTrainer:
         args = copy.copy(self.training_args)
-        args.output_dir, args.seed, args.sparsity_schedule = str(folder), seed, None
+        args.output_dir, args.seed, args.sparsity_schedule, args.logging_steps = str(folder), seed, None, 1
         if setting.correction == "uncorrected":
             args.vllm_importance_sampling_correction = False
         elif setting.correction is not None:
             args.vllm_importance_sampling_mode = CORRECTIONS[setting.correction]
         if setting.oversample:
             args.num_generations *= 2
+            args.per_device_train_batch_size *= 2
             args.generation_batch_size *= 2
         trainer_class = OversamplingTrainer if setting.oversample else SparseRolloutGRPOTrainer
         trainer = trainer_class(
-            model=self.model_args.model_name_or_path,
+            model=self.arguments.model_name_or_path,
             reward_funcs=task.accuracy_reward,
             args=args,
             train_dataset=task.make_dataset("train", self.arguments.num_train_tasks, seed=seed),
@@ -294,12 +340,17 @@ class Study:
         return trainer
 
     def schedule(self, setting: Setting) -> SparsityScheduleConfig:
-        """The schedule that a setting begins with."""
+        """
+        The schedule that a setting begins with.
+
+        Raises:
+            ValueError: when no budget has the tail acceptance that a setting asks for.
+        """
         if setting.rollouts == "dense":
             return replace(self.recipe, top_k_pages=[MAX_PAGES], dense_layers="all")
         pages = {"guard": MAX_PAGES, "harsh": self.arguments.harsh_pages, "pages": setting.value}
         if setting.rollouts in pages:
-            return replace(self.recipe, top_k_pages=[int(pages[setting.rollouts])])
+            return replace(self.recipe, top_k_pages=[pages[setting.rollouts]])
         tails, counts = self.measured_tails()
         found = search_schedule(
             self.arguments.page_counts,
@@ -307,8 +358,7 @@ class Study:
             counts,
             bin_tokens=self.recipe.bin_tokens,
             target_acceptance=setting.value,
-            min_tokens=round(TOKENS_BELOW_TAIL / self.recipe.tail_quantile),
-            allow_dense=True,
+            min_tokens=self.min_tokens,
             **self.recipe.recipe,
         )
         return replace(self.recipe, top_k_pages=found.schedule.top_k_pages, target_acceptance=setting.value)
@@ -318,12 +368,17 @@ class Study:
         file = self.folder / "calibration" / "acceptance_table.json"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            self.measure_budgets().save(file)
+            table = self.measure_budgets()
+            if not file.exists():  # by another process meanwhile: all must have the same schedules
+                table.save(file)
         table = AcceptanceTable.load(file)
-        if table.page_counts != self.arguments.page_counts:
+        ours = (self.arguments.page_counts, self.recipe.bin_tokens, self.arguments.model_name_or_path)
+        if (table.page_counts, table.bin_tokens, table.model_name) != ours or any(
+            getattr(self.recipe, name) != value for name, value in table.recipe.items()
+        ):
             raise ValueError(
-                f"{file} has the budgets {table.page_counts}, but page_counts is {self.arguments.page_counts}. Remove "
-                "the file to measure again, or use another output folder."
+                f"{file} has measured other budgets, another recipe or another model. Remove the file to measure "
+                "again, or use another output_dir."
             )
         return table.quantile(self.recipe.tail_quantile), table.count
 
@@ -342,25 +397,40 @@ class Study:
             _, completions, _, _ = generation.generate(prompts, None, num_generations=1)
             pairs = zip(prompts, completions, strict=True)
             rollouts.append([TokenSequence(ids + new, len(ids)) for ids, new in pairs if len(new) > 1])
-        return measure_rollout_acceptance(
-            trainer.model, rollouts, self.recipe, arguments.page_counts, self.recipe.bin_tokens
-        )
+        with trainer.accelerator.autocast():
+            return measure_rollout_acceptance(
+                trainer.model,
+                rollouts,
+                self.recipe,
+                arguments.page_counts,
+                self.recipe.bin_tokens,
+                model_name=arguments.model_name_or_path,
+            )
 
 
-def main(arguments, training_args, model_args):
+def main(arguments, training_args):
     settings = [Setting.parse(name) for name in arguments.settings]
     if training_args.sparsity_schedule is None:
         raise ValueError("The study needs a recipe: --sparsity_schedule, of whose schedule the budgets do not count.")
+    if training_args.distributed_state.num_processes > 1:
+        raise ValueError("The study runs in one process: start it with `accelerate launch --num_processes 1`.")
+    if not training_args.acceptance_probe_fraction or training_args.temperature != 1:
+        raise ValueError("The study measures tails at temperature 1: it needs acceptance_probe_fraction above 0.")
+    folder = Path(training_args.output_dir)
     if not arguments.report_only:
-        study = Study(arguments, training_args, model_args)
+        study = Study(arguments, training_args)
+        for setting in settings:  # what cannot be found, or compared, stops the study before it trains anything
+            study.schedule(setting)
+            for seed in arguments.seeds:
+                study.check_run(setting, seed)
         for seed in arguments.seeds:  # seed by seed, so that an interrupted study still compares all settings
             for setting in settings:
                 study.run(setting, seed)
-    print(report(Path(training_args.output_dir), [setting.name for setting in settings]))
+    print(report(folder, arguments.settings))
 
 
 if __name__ == "__main__":
-    parser = TrlParser((StudyArguments, SparseRolloutGRPOConfig, ModelConfig))
+    parser = TrlParser((StudyArguments, SparseRolloutGRPOConfig))
     # vLLM's attention computes in float32 on the CPU only.
     name = "control_study.yaml" if torch.cuda.is_available() else "control_study_reduced.yaml"
     demo = ["--config", str(TINY_REASONER / name), "--bf16", str(torch.cuda.is_available())]

@@ -1,6 +1,7 @@
 """Table and pictures of the control study, from the runs in its folder."""
 
 import json
+import math
 from pathlib import Path
 from statistics import fmean
 
@@ -46,18 +47,22 @@ def has_collapsed(run: dict) -> bool:
     return values[-1] < COLLAPSED * max(values)
 
 
-def measured(run: dict, name: str) -> list[float]:
-    return [float(entry[name]) for entry in run["history"] if name in entry]
+def metric_curve(run: dict, name: str) -> tuple[list[int], list[float]]:
+    """Steps and what was logged there, smoothed; NaN where nothing was measured."""
+    values = np.array([float(entry.get(name, "nan")) for entry in run["history"]])
+    width = min(SMOOTHING, len(values))
+    smooth = np.convolve(values, np.ones(width) / width, mode="valid")
+    return [entry["step"] - (width - 1) / 2 for entry in run["history"][width - 1 :]], smooth.tolist()
 
 
 def tail_of(run: dict) -> float:
-    """Tail acceptance over the whole training, of the lowest bin of cached length; 1 for dense rollouts."""
-    return min(run["tail_by_bin"].values(), default=1.0)
+    """Tail acceptance over the whole training, of the lowest bin of cached length with enough tokens."""
+    return min(run["tail_by_bin"].values(), default=math.nan)
 
 
 def kept_of(run: dict) -> float:
-    """Share of the cached pages that the rollouts have read; 1 for dense ones."""
-    return fmean(measured(run, "sparsity/kept_fraction") or [1.0])
+    """Share of the cached pages that the rollouts have read. Rollouts that a guard made dense count none."""
+    return fmean(float(entry.get("sparsity/kept_fraction", 1.0)) for entry in run["history"])
 
 
 def summarize(runs: dict[str, list[dict]]) -> dict[str, dict]:
@@ -86,19 +91,21 @@ def make_table(summary: dict[str, dict]) -> Table:
                "against dense", "collapsed", "rollout tokens"]  # fmt: skip
     start = fmean(entry["start_accuracy"] for entry in summary.values())
     table = Table(f"Control study: held-out accuracy, {start:.1%} before training", columns)
-    dense = summary.get("dense", {}).get("final_accuracy")
+    dense = dict(zip(*(summary.get("dense", {}).get(key, []) for key in ("seeds", "final_accuracies")), strict=True))
     for name, entry in summary.items():
         finals = entry["final_accuracies"]
+        # Seeds that both have: seeds differ by more than settings may.
+        gains = [final - dense[seed] for seed, final in zip(entry["seeds"], finals, strict=True) if seed in dense]
         table.rows.append(
             [
                 name,
                 str(len(finals)),
-                f"{entry['tail']:.3f}",
+                "-" if math.isnan(entry["tail"]) else f"{entry['tail']:.3f}",
                 f"{entry['kept_fraction']:.1%}",
                 f"{entry['final_accuracy']:.1%}",
                 f"{min(finals):.1%}, {max(finals):.1%}",
                 f"{entry['best_accuracy']:.1%}",
-                "-" if dense is None else f"{100 * (entry['final_accuracy'] - dense):+.1f} points",
+                f"{100 * fmean(gains):+.1f} points" if gains else "-",
                 f"{entry['collapsed']} of {len(finals)}",
                 f"{entry['rollout_tokens']:,.0f}",
             ]
@@ -116,29 +123,18 @@ def colors_of(names: list[str]) -> dict[str, tuple]:
     return colors
 
 
-def smoothed(values: list[float]) -> np.ndarray:
-    width = min(SMOOTHING, len(values))
-    return np.convolve(values, np.ones(width) / width, mode="valid")
-
-
 def draw_curves(runs: dict[str, list[dict]]):
     """Figure 4's second row: what is measured in training, against the steps; bands are the range of the seeds."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 4), layout="constrained")
     colors = colors_of(list(runs))
     for name, entries in runs.items():
         for axis, (key, _) in zip(axes, PANELS, strict=True):
-            if key == "accuracy":
-                steps, curves = accuracy_curve(entries[0])[0], [accuracy_curve(run)[1] for run in entries]
-            else:
-                curves = [smoothed(values) for run in entries if (values := measured(run, key))]
-                steps = np.arange(1, min(map(len, curves), default=0) + 1) + (SMOOTHING - 1) / 2
-            if not curves:
-                continue
-            length = min(len(steps), *map(len, curves))
-            curves = np.array([curve[:length] for curve in curves])
+            pairs = [accuracy_curve(run) if key == "accuracy" else metric_curve(run, key) for run in entries]
+            length = min(len(steps) for steps, _ in pairs)
+            steps, curves = pairs[0][0][:length], np.array([curve[:length] for _, curve in pairs])
             style = "--" if "+" in name else "-"
-            axis.plot(steps[:length], curves.mean(axis=0), style, color=colors[name], label=name)
-            axis.fill_between(steps[:length], curves.min(axis=0), curves.max(axis=0), color=colors[name], alpha=0.15)
+            axis.plot(steps, curves.mean(axis=0), style, color=colors[name], label=name)
+            axis.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=colors[name], alpha=0.15)
     for axis, (key, title) in zip(axes, PANELS, strict=True):
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
@@ -171,7 +167,8 @@ def draw_tradeoff(summary: dict[str, dict]):
 
 def report(folder: Path, settings: list[str]) -> str:
     """
-    Write `summary.json`, `table.md`, `curves.png` and `tradeoff.png` into the study's folder.
+    Write `summary.json`, `table.md`, `curves.png` and `tradeoff.png` into the study's folder, from the runs of these
+    settings that are there.
 
     Args:
         folder (`pathlib.Path`): The study's folder.

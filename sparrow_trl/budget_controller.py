@@ -76,12 +76,13 @@ class BudgetController:
     Holds the tail acceptance of every bin of cached length at a target, by closed-loop control of its budget.
 
     A bin is judged by its latest tokens since its budget last changed. It is raised when their tail is below the
-    target with 95% confidence, or, with `min_tokens` tokens, more than `headroom` below it. It is lowered when, with
-    as many tokens, the tail is above the target with that confidence and by more than `headroom`. By how much follows
-    from the distance, within a factor of `max_change`, and for a lower budget from the share of tokens that are
-    clearly below the target. Longer bins keep no fewer pages than shorter ones, as in calibrated schedules; shorter
-    ones without a single token, such as contexts shorter than any prompt, keep no more than longer ones. Tokens of one
-    completion are alike, so the confidence is less than its name. What a bin was judged by is no part of a checkpoint.
+    target with 95% confidence, or, with `min_tokens` tokens, more than `headroom` below it. It may be lowered when,
+    with as many tokens, the tail is above the target with that confidence and by more than `headroom`. By how much, in
+    whole pages, follows from the distance, within a factor of `max_change`, and for a lower budget from the share of
+    tokens that are clearly below the target. Longer bins keep no fewer pages than shorter ones, as in calibrated
+    schedules; but shorter ones that have had fewer than `min_tokens` tokens in all, such as those of contexts shorter
+    than any prompt, keep no more than longer ones. Tokens of one completion are alike, so the confidence is less than
+    its name. What a bin was judged by is no part of a checkpoint.
 
     Args:
         schedule ([`SparsityScheduleConfig`]):
@@ -150,7 +151,7 @@ class BudgetController:
             for key, table in tables.items()
         }
         self._windows = {index: [] for index in range(num_bins)}
-        self._seen = set()
+        self._num_tokens = dict.fromkeys(self._windows, 0)
 
     @property
     def schedule(self) -> SparsityScheduleConfig:
@@ -173,12 +174,14 @@ class BudgetController:
         for index, values in rates.items():
             index = min(index, len(self._windows) - 1)
             self._windows[index].append(np.asarray(values, dtype=float))
-            self._seen.add(index)
+            self._num_tokens[index] += len(values)
         factors, reasons = {}, {}
         for index in self._windows:
             measured = self._tail(index)
             if measured is not None and (factor := self._factor(measured)) != 1:
                 factors[index], reasons[index] = factor, measured
+                if factor > 1:
+                    self._num_tokens[index] = max(self._num_tokens[index], self.min_tokens)
         return self._change(factors, reasons)
 
     def raise_all(self, factor: float, reason: str) -> list[BudgetChange]:
@@ -219,7 +222,8 @@ class BudgetController:
             for index, factor in factors.items():
                 pages[index] = math.ceil(pages[index] * factor)
             for index in reversed(range(len(pages) - 1)):
-                if index not in self._seen:  # or what is never measured would hold up all longer contexts
+                # Or what is never measured, or hardly, would hold up all longer contexts.
+                if self._num_tokens[index] < self.min_tokens:
                     pages[index] = min(pages[index], pages[index + 1])
             self._pages[key] = np.minimum(np.maximum(np.maximum.accumulate(pages), self._least), self._most)
         changes = []

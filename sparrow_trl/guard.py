@@ -100,7 +100,8 @@ class ScheduleGuardConfig:
 
         search (`bool`, *optional*, defaults to `False`):
             Whether to find the budgets during the first steps, with the recipe of the trainer's schedule, whose own
-            budgets serve until then. `schedule="auto"` searches too, from all pages of the default recipe.
+            budgets serve until then; tables per layer are left out. `schedule="auto"` searches too, from all pages of
+            the default recipe.
         auto_sequences (`int`, *optional*, defaults to `8`):
             Rollouts of a step and process that budgets are measured on, teacher-forced.
         auto_budgets (`int`, *optional*, defaults to `10`):
@@ -161,8 +162,9 @@ class ScheduleGuardCallback(TrainerCallback):
     spike of the divergence, a collapse of the completions' length or of the reward), budgets are raised and the next
     rollouts are dense for a number of steps; after too many breaks training stops with a checkpoint.
 
-    With `schedule="auto"` the first rollouts keep all pages. From them the acceptance of several budgets is measured,
-    teacher-forced, and the cheapest schedule that holds the target is taken, which then follows the tail as any other.
+    With `schedule="auto"` the first rollouts keep all pages; with `search` they keep what the given schedule says. On
+    them the acceptance of several budgets is measured, teacher-forced, and the cheapest schedule that holds the target
+    is taken, which then follows the tail as any other.
 
     Each change is logged with its reason, and kept in `history` and beside the checkpoints (`schedule_guard.json`).
     Logged metrics are `guard/changed_bins`, `guard/break` and `guard/dense`.
@@ -197,7 +199,7 @@ class ScheduleGuardCallback(TrainerCallback):
 
         Raises:
             ValueError: for a trainer that measures no acceptance, a second callback that changes the schedule, a
-                target of 0 or 1, and a schedule that is to be found under FSDP or DeepSpeed.
+                target of 0 or 1, and a schedule that is to be found under FSDP or DeepSpeed or from a dense one.
         """
         _check_training(trainer, self.config)
         config, schedule = self.config, trainer.schedule
@@ -398,7 +400,7 @@ class ScheduleGuardCallback(TrainerCallback):
         ).schedule
         self._searching = False
         self._trackers.clear()
-        self._controller.set_schedule(replace(schedule, top_k_pages=found.top_k_pages))
+        self._controller.set_schedule(replace(schedule, top_k_pages=found.top_k_pages, layer_top_k_pages=None))
         trainer.schedule = self._controller.schedule
         pages = ", ".join(str(count + reserved) for count in trainer.schedule.top_k_pages)
         self._note(state, "search", f"the schedule keeps {pages} pages, in bins of {schedule.bin_tokens} tokens")
@@ -470,10 +472,10 @@ def _check_training(trainer: "SparseRolloutGRPOTrainer", config: ScheduleGuardCo
             "DistillSparse works without stages."
         )
     searching = config.search or trainer.is_auto_schedule
-    if searching and (trainer.schedule.is_dense or not config.adapt):
+    if searching and trainer.schedule.is_dense:
         raise ValueError(
-            "The guard is to find a schedule, but the trainer's keeps every layer dense or `adapt=False` keeps the "
-            "guard from changing it. Give a schedule with sparse layers, which may keep all pages, and leave `adapt`."
+            "The guard is to search a schedule, but the trainer's keeps every layer dense. Give one with sparse "
+            "layers, which may keep all pages."
         )
     if searching and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise ValueError(

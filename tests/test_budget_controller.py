@@ -128,7 +128,17 @@ def test_budgets_fall_only_with_enough_tokens_and_confidence():
     assert (change.before, change.after) == (63, 42) and "above 0.860" in change.reason
     # No longer bin has fewer pages than one before it.
     assert controller.update({1: np.full(1000, 0.99)})[0].after == 43
-    assert controller.update({2: np.full(1, 0.99), 3: np.full(1000, 0.99)}) == []
+    assert controller.update({2: np.full(1000, TARGET), 3: np.full(1000, 0.99)}) == []
+
+
+def test_a_bin_that_was_raised_is_not_lowered_with_a_longer_one():
+    controller = make_controller(min_tokens=1000)
+    rates = np.linspace(0.9, 1, 300)
+    rates[:40] = 0.3
+    (first, *_) = controller.update({1: rates})
+    assert (first.start, first.after) == (1024, 96)
+    controller.update({3: np.full(1000, 0.99)})
+    assert controller.schedule.top_k_pages[1] == 93
 
 
 def test_bins_without_tokens_hold_no_longer_one_up():
@@ -227,6 +237,6 @@ def test_bins_shorter_than_the_reserved_pages():
     controller = make_controller(schedule, max_tokens=200, min_tokens=200)
     # Bins of two pages: contexts of up to 1, 3, 5, ... pages, of which three are reserved.
     assert controller.schedule.top_k_pages == [0, 0, 2, 4, 6, 8, 10]
-    others = {index: np.ones(1) for index in range(1, 6)}
+    others = {index: np.full(200, TARGET) for index in range(1, 6)}
     (change,) = controller.update({0: np.full(200, 0.1), **others, 6: np.full(200, 0.99)})
     assert (change.start, change.after) == (192, 11)

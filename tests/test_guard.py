@@ -99,14 +99,19 @@ def test_a_schedule_is_found_during_the_first_steps(auto_run):
 
 def test_a_search_keeps_the_recipe(tiny_qwen3, tmp_path):
     recipe = SparsityScheduleConfig(
-        top_k_pages=[2**15], bin_tokens=64, dense_layers=[], page_score="group_softmax", landmarks_per_page=2
+        top_k_pages=[2**15],
+        bin_tokens=64,
+        dense_layers=[],
+        page_score="group_softmax",
+        landmarks_per_page=2,
+        layer_top_k_pages={"2": [2**15]},
     )
     guard = make_guard(target_acceptance=0.9, search=True)
     trainer = start(tiny_qwen3, tmp_path, guard, recipe, max_steps=2)
     trainer.train()
     assert events(guard)[0] == (1, "search")
     before, after = (rollout.schedule for rollout in trainer.rollouts)
-    assert before == recipe and after == replace(recipe, top_k_pages=after.top_k_pages)
+    assert before == recipe and after == replace(recipe, top_k_pages=after.top_k_pages, layer_top_k_pages=None)
     kept = [rollout.counters.kept_fraction for rollout in trainer.rollouts]
     assert kept[0] == 1 and 0.1 < kept[1] < 0.95
 
@@ -218,14 +223,15 @@ class NoEngine:
     [
         ({"acceptance_probe_fraction": 0.0}, [], "acceptance_probe_fraction is 0"),
         ({}, [make_guard()], "a ScheduleGuardCallback and a ScheduleGuardCallback"),
+        ({"schedule": SparsityScheduleConfig.dense()}, [], "keeps every layer dense"),
         ({}, [make_callback(stages=[replace(SCHEDULE, top_k_pages=[1])])], "and each would change the schedule"),
     ],
-    ids=["no probes", "two guards", "stages"],
+    ids=["no probes", "two guards", "dense", "stages"],
 )
 def test_what_cannot_work_is_refused_at_the_start(tiny_qwen3, tmp_path, monkeypatch, settings, others, message):
     monkeypatch.setattr(trainer_module, "SparseVLLMGeneration", NoEngine)
     with pytest.raises(ValueError, match=message):
-        start(tiny_qwen3, tmp_path, make_guard(), callbacks=others, **settings)
+        start(tiny_qwen3, tmp_path, make_guard(search=True), callbacks=others, **settings)
 
 
 @pytest.fixture
