@@ -107,7 +107,11 @@ def greedy_rewards(trainer, tasks) -> np.ndarray:
     generation = trainer.vllm_generation
     generation.sync_weights()
     prompt_ids = trainer.processing_class(list(tasks["prompt"]))["input_ids"]
-    with generation.dense_rollouts(), swapped(generation, "temperature", 0.0):
+    with (
+        generation.dense_rollouts(),
+        swapped(generation, "temperature", 0.0),
+        swapped(generation, "probe_rows", None),
+    ):
         _, completion_ids, _, _ = generation.generate(prompt_ids, None, num_generations=1)
     completions = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
     return np.array(task.accuracy_reward(completions, answer=tasks["answer"]))

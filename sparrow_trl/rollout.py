@@ -399,6 +399,7 @@ class SparseVLLMGeneration(VLLMGeneration):
             self.set_schedule(self._initial_schedule)
         self.llm.probe_top_k = min(self._probe_top_k, self.llm.model_config.get_vocab_size())
         self.llm.before_generate = self._check_weights_if_due
+        self.llm.probe_rows = RolloutLLM.probe_rows  # a running engine has those of the trainer before
 
     def _make_engine(self, arguments: dict) -> RolloutLLM:
         if self._engine is None:
