@@ -431,7 +431,5 @@ def main(arguments, training_args):
 
 if __name__ == "__main__":
     parser = TrlParser((StudyArguments, SparseRolloutGRPOConfig))
-    # vLLM's attention computes in float32 on the CPU only.
     name = "control_study.yaml" if torch.cuda.is_available() else "control_study_reduced.yaml"
-    demo = ["--config", str(TINY_REASONER / name), "--bf16", str(torch.cuda.is_available())]
-    main(*parser.parse_args_and_config(args=sys.argv[1:] or demo))
+    main(*parser.parse_args_and_config(args=sys.argv[1:] or ["--config", str(TINY_REASONER / name)]))

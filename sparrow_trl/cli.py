@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .cli_distill import run_distill
 
             run_distill(rest)
+        elif args.command == "eval":
+            from .cli_eval import run_eval
+
+            run_eval(rest)
         elif rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         else:
@@ -52,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("calibrate", add_help=False, help="find the cheapest schedule that keeps the tail acceptance")
     commands.add_parser("search", add_help=False, help="find the cheapest recipe and budgets of layers that keep it")
     commands.add_parser("distill", add_help=False, help="distil a LoRA that lets the rollouts read less")
+    commands.add_parser("eval", add_help=False, help="measure avg@k and pass@k with dense or sparse generation")
     _add_plot(commands)
     _add_show(commands)
     _add_estimate(commands)

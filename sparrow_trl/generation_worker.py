@@ -1,12 +1,13 @@
 """
-A vLLM engine in a process of its own, which completes prompts for calibration: `python -m
+A vLLM engine in a process of its own, which completes prompts: `python -m
 sparrow_trl.generation_worker DESCRIPTOR`, with the file descriptor of a `multiprocessing` connection to the process
 that asks ([`~sparrow_trl.sequence_generation.EngineProcess`]).
 
 It first receives the keyword arguments of [`vllm.LLM`] and the fields of a sparsity schedule, or `None` for vLLM's own
 attention, and answers `("ready", None)`. Each message after that is a dictionary: `prompts` (token ids of each),
-`seeds` (one a prompt), `max_length` (most tokens, prompt included), `stop_token_ids`, and `schedule` (the fields of
-the schedule from now on, which must fit the engine's page structure, or `None` for no change). It answers
+`seeds` (one a prompt), `max_length` (most tokens, prompt included), `stop_token_ids`, `schedule` (the fields of the
+schedule from now on, which must fit the engine's page structure, or `None` for no change), and `sampling` (fields of
+[`vllm.SamplingParams`], or `None` for the model's own distribution). It answers
 `("finished", (index, token ids))` as completions end, in whatever order. `("failed", text)` comes before it ends with
 an error; it ends without one when the connection is closed.
 """
@@ -60,8 +61,9 @@ class CompletionEngine:
         max_length: int,
         stop_token_ids: list[int],
         schedule: dict[str, Any] | None = None,
+        sampling: dict[str, float] | None = None,
     ) -> Iterator[tuple[int, list[int]]]:
-        """Index and token ids of each completion, sampled from the model's own distribution, as they end."""
+        """Index and token ids of each completion, as they end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -70,7 +72,7 @@ class CompletionEngine:
         engine, indices = self.llm.llm_engine, {}
         for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             params = SamplingParams(
-                temperature=1.0,
+                **{"temperature": 1.0, **(sampling or {})},
                 max_tokens=max_length - len(prompt),
                 seed=seed,
                 stop_token_ids=stop_token_ids,

@@ -319,9 +319,10 @@ class EngineProcess:
         max_length: int,
         stop_token_ids: list[int],
         schedule: SparsityScheduleConfig | None = None,
+        sampling: dict[str, float] | None = None,
     ) -> Iterator[tuple[int, list[int]]]:
         """
-        Sample a completion of each prompt at temperature 1.
+        Sample a completion of each prompt.
 
         Args:
             prompt_ids (`list[list[int]]`):
@@ -334,6 +335,8 @@ class EngineProcess:
                 Tokens that end a completion, of which they are part.
             schedule ([`SparsityScheduleConfig`], *optional*):
                 Schedule from now on, for an engine that began with one; by default it stays.
+            sampling (`dict[str, float]`, *optional*):
+                Fields of [`vllm.SamplingParams`]. By default the model's own distribution is sampled.
 
         Returns:
             Iterator over `tuple[int, list[int]]`: index and token ids of each completion, as they end.
@@ -348,6 +351,7 @@ class EngineProcess:
                 "max_length": max_length,
                 "stop_token_ids": stop_token_ids,
                 "schedule": None if schedule is None else schedule.to_dict(),
+                "sampling": sampling,
             }
         )
         for _ in prompt_ids:
@@ -452,6 +456,7 @@ def complete_on_engine(
     stop_token_ids: list[int],
     title: str,
     schedule: SparsityScheduleConfig | None = None,
+    sampling: dict[str, float] | None = None,
 ) -> dict[int, list[int]]:
     """
     Completion of each prompt by its index, with the work split over the processes.
@@ -471,13 +476,15 @@ def complete_on_engine(
             What the progress bar says.
         schedule ([`SparsityScheduleConfig`], *optional*):
             As in [`EngineProcess.complete`].
+        sampling (`dict[str, float]`, *optional*):
+            As in [`EngineProcess.complete`].
     """
     rank, num_processes = process_rank()
     own = range(rank, len(prompt_ids), num_processes)
     completions = {}
     with tqdm(total=len(own), desc=title, unit="seq", disable=None if rank == 0 else True) as progress:
         own_prompts, seeds = [prompt_ids[index] for index in own], [seed + index for index in own]
-        for number, token_ids in engine.complete(own_prompts, seeds, max_length, stop_token_ids, schedule):
+        for number, token_ids in engine.complete(own_prompts, seeds, max_length, stop_token_ids, schedule, sampling):
             completions[own[number]] = token_ids
             progress.update()
     for gathered in gather_objects(completions):

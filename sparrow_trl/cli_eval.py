@@ -1,0 +1,196 @@
+"""`sparrow-trl eval`: arguments, the model and the problems; [`evaluation`] does the work."""
+
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from math import inf
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from .acceptance_sweep import process_rank
+from .cli_search import parse_arguments, print_lines
+from .evaluation import Problem, evaluate_problems
+from .json_files import dump_json_object, write_atomically
+from .number_checks import check_numbers
+from .schedule import SparsityScheduleConfig
+from .versions import installed_version
+
+
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+ANSWER_COLUMNS = ("answer", "solution", "final_answer")
+INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
+RESULT_NAME = "eval.json"
+
+
+@dataclass
+class EvalArguments:
+    """
+    Accuracy on math problems with dense or sparse generation: avg@k and pass@k with confidence intervals, in
+    eval.json. The same command goes on after an interruption, and with more samples from those that are there. Run
+    under `accelerate launch` to use several processes.
+
+    Args:
+        model_name_or_path (`str`):
+            Folder or Hub id of the model.
+        dataset (`str`):
+            JSON Lines file, or Hub id or folder of a dataset, with problems and answers.
+    """
+
+    model_name_or_path: str = field(metadata={"help": "Folder or Hub id of the model."})
+    dataset: str = field(metadata={"help": "JSON Lines file, or Hub id or folder of a dataset."})
+    output_dir: str = field(default="eval", metadata={"help": "Folder for the results and the samples."})
+    dataset_split: str = field(default="test", metadata={"help": "Split of a dataset that is no file."})
+    prompt_column: str | None = field(
+        default=None, metadata={"help": f"Column of the problems, by default {', '.join(PROMPT_COLUMNS)}."}
+    )
+    answer_column: str | None = field(
+        default=None, metadata={"help": f"Column of the answers, by default {', '.join(ANSWER_COLUMNS)}."}
+    )
+    num_problems: int | None = field(default=None, metadata={"help": "First problems to use, by default all."})
+    instruction: str = field(default=INSTRUCTION, metadata={"help": "Line behind problems that are texts."})
+    sparsity_schedule: str | None = field(
+        default=None,
+        metadata={"help": "Schedule of sparse generation: a preset, a file or folder, or a Hub id. Default: dense."},
+    )
+    num_samples: int = field(default=8, metadata={"help": "Completions of each problem."})
+    k: list[int] = field(default_factory=lambda: [1], metadata={"help": "Which pass@k to estimate."})
+    max_length: int = field(default=4096, metadata={"help": "Most tokens of a sequence, prompt included."})
+    temperature: float = field(default=0.6, metadata={"help": "Temperature; 0 takes the likeliest token each time."})
+    top_p: float = field(default=0.95, metadata={"help": "Share of the probability that is sampled from."})
+    dtype: str = field(default="auto", metadata={"help": "Type of the weights: auto, bfloat16, float16 or float32."})
+    vllm_gpu_memory_utilization: float = field(default=0.5, metadata={"help": "Share of the GPU for the engine."})
+    seed: int = field(default=0, metadata={"help": "Seed."})
+
+    def __post_init__(self):
+        check_numbers(
+            self,
+            (
+                ("num_samples", Integral, 1, 10_000),
+                ("num_problems", Integral, 1, inf),
+                ("max_length", Integral, 4, inf),
+                ("temperature", Real, 0, 10),
+                ("top_p", Real, 0.01, 1),
+            ),
+            optional=("num_problems",),
+        )
+        bad = [k for k in self.k if not 1 <= k <= self.num_samples]
+        if bad:
+            raise ValueError(f"--k must lie between 1 and --num_samples ({self.num_samples}), got {bad}.")
+
+
+def load_problems(args: EvalArguments) -> list[Problem]:
+    """
+    The problems that `args` ([`EvalArguments`]) name.
+
+    Raises:
+        ValueError: when they cannot be read, or columns are missing.
+    """
+    from datasets import load_dataset
+
+    source = Path(args.dataset)
+    try:
+        if source.is_file():
+            dataset = load_dataset("json", data_files=str(source), split="train")
+        else:
+            dataset = load_dataset(args.dataset, split=args.dataset_split)
+    except Exception as error:  # of many kinds, most of which do not name the dataset
+        raise ValueError(f"{args.dataset} could not be read as problems: {error or type(error).__name__}") from error
+    columns = []
+    for option, name, choices in (
+        ("prompt_column", args.prompt_column, PROMPT_COLUMNS),
+        ("answer_column", args.answer_column, ANSWER_COLUMNS),
+    ):
+        choices = choices if name is None else (name,)
+        found = next((choice for choice in choices if choice in dataset.column_names), None)
+        if found is None:
+            raise ValueError(
+                f"{args.dataset} has no column {' or '.join(choices)}; its columns are "
+                f"{', '.join(dataset.column_names)}. Name one with --{option}."
+            )
+        columns.append(found)
+    rows = dataset.select_columns(columns)
+    if args.num_problems is not None:
+        rows = rows.select(range(min(args.num_problems, len(rows))))
+    return [Problem(row[columns[0]], _answer(row[columns[1]])) for row in rows]
+
+
+def _answer(value: Any) -> str:
+    # GSM8K writes the number it asks for behind its solution.
+    return str(value).rpartition("####")[2].strip().replace("\n", " ")
+
+
+def as_prompt(problem: str | list, instruction: str, chat: bool) -> str | list[dict[str, str]]:
+    """
+    What the model is asked: a conversation as it is, a text with the instruction behind it.
+
+    Args:
+        problem (`str` or `list`): The problem.
+        instruction (`str`): Line behind a text.
+        chat (`bool`): Whether the model has a chat template, for which a text becomes a user's message.
+    """
+    if not isinstance(problem, str):
+        return problem
+    text = f"{problem}\n{instruction}\n" if instruction else problem
+    return [{"role": "user", "content": text.rstrip()}] if chat else text
+
+
+def run_eval(arguments: list[str]) -> None:
+    """
+    Run the command.
+
+    Args:
+        arguments (`list[str]`): Arguments after the name of the command; `--config FILE` reads them from YAML.
+
+    Raises:
+        ValueError: for arguments, problems or a model that nothing can be evaluated with.
+    """
+    args = parse_arguments(arguments, EvalArguments, "eval")
+    schedule = None if args.sparsity_schedule is None else SparsityScheduleConfig.resolve(args.sparsity_schedule)
+    problems = load_problems(args)
+    from accelerate import PartialState
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    state = PartialState()
+
+    def report(text: str) -> None:
+        if process_rank()[0] == 0:
+            print_lines(text)
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    chat = tokenizer.chat_template is not None
+    problems = [Problem(as_prompt(entry.prompt, args.instruction, chat), entry.answer) for entry in problems]
+    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype).to(state.device)
+    folder = Path(args.output_dir)
+    try:
+        result = evaluate_problems(
+            model,
+            tokenizer,
+            problems,
+            num_samples=args.num_samples,
+            max_length=args.max_length,
+            schedule=schedule,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+            folder=folder / "samples",
+            model_path=args.model_name_or_path,
+            vllm_gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            report=report,
+        )
+    except KeyboardInterrupt:
+        report(f"Interrupted. The samples are in {folder / 'samples'}: the same command goes on from there.")
+        raise
+    generation = "dense generation" if schedule is None else f"sparse generation, {args.sparsity_schedule}"
+    table = result.to_table(f"{Path(args.dataset).name}, {len(problems)} problems, {generation}", args.k)
+    values = {
+        **{name: getattr(args, name) for name in ("model_name_or_path", "dataset", "sparsity_schedule", "max_length")},
+        **{name: getattr(args, name) for name in ("temperature", "top_p", "seed")},
+        **result.to_dict(args.k),
+        "versions": {
+            "vllm": installed_version("vllm"),
+            **{name: version(name) for name in ("sparrow-trl", "trl", "transformers", "torch")},
+        },
+    }
+    if state.is_main_process:
+        write_atomically(folder / RESULT_NAME, dump_json_object(values, RESULT_NAME))
+    report(f"{table.to_markdown()}\n\nWrote {folder / RESULT_NAME}.")

@@ -1,0 +1,302 @@
+"""
+Accuracy on problems with answers that can be checked: avg@k and pass@k, with dense or sparse generation.
+
+Each round samples one completion of every problem in an engine and is kept in a file, so that an interrupted
+evaluation goes on from the last whole round.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from .acceptance_sweep import causal_lm_of, gather_objects, process_rank, weights_fingerprint
+from .json_files import dump_json_object, read_json_object, write_atomically
+from .pass_at_k import mean_interval, pass_at_k
+from .schedule import SparsityScheduleConfig
+from .sequence_generation import (
+    GPU_MEMORY_UTILIZATION,
+    choose_generator,
+    complete_on_engine,
+    end_token_ids,
+    start_engine,
+    tokenize_prompts,
+)
+from .tables import Table
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# A thousand completions of 32K tokens as text.
+MAX_ROUND_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Problem:
+    """
+    A problem.
+
+    Args:
+        prompt (`str` or `list[dict[str, str]]`):
+            Text, or conversation for the tokenizer's chat template.
+        answer (`str`):
+            The right answer.
+    """
+
+    prompt: str | list[dict[str, str]]
+    answer: str
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """
+    What an evaluation has found.
+
+    Args:
+        correct (`numpy.ndarray`):
+            Which completions are right, bool `[rounds, problems]`.
+        lengths (`numpy.ndarray`):
+            Their tokens, integers `[rounds, problems]`.
+        truncated (`numpy.ndarray`):
+            Which of them were cut off at the maximum length, bool `[rounds, problems]`.
+    """
+
+    correct: np.ndarray
+    lengths: np.ndarray
+    truncated: np.ndarray
+
+    def average(self) -> tuple[float, tuple[float, float] | None]:
+        """avg@k, k being all rounds: the share of right completions, and its 95% interval over problems."""
+        shares = self.correct.mean(axis=0)
+        return float(shares.mean()), mean_interval(shares)
+
+    def pass_at(self, k: int) -> tuple[float, tuple[float, float] | None]:
+        """pass@k ([`~sparrow_trl.pass_at_k.pass_at_k`]) and its 95% interval over problems."""
+        values = pass_at_k(len(self.correct), self.correct.sum(axis=0), k)
+        return float(values.mean()), mean_interval(values)
+
+    def metrics(self, ks: Sequence[int]) -> dict[str, tuple[float, tuple[float, float] | None]]:
+        """avg@k over all rounds and pass@k for each of `ks`, by name."""
+        return {
+            f"avg@{len(self.correct)}": self.average(),
+            **{f"pass@{k}": self.pass_at(k) for k in ks},
+        }
+
+    def to_table(self, title: str, ks: Sequence[int]) -> Table:
+        """The metrics for each of `ks`, with their intervals."""
+        table = Table(title, ["metric", "value", "95% interval over problems"])
+        for name, (value, interval) in self.metrics(ks).items():
+            table.rows.append(
+                [name, f"{value:.1%}", "-" if interval is None else "{:.1%} to {:.1%}".format(*interval)]
+            )
+        table.rows.append(["tokens of a completion", f"{self.lengths.mean():,.0f}", "-"])
+        table.rows.append(["cut off at the maximum length", f"{self.truncated.mean():.1%}", "-"])
+        return table
+
+    def to_dict(self, ks: Sequence[int]) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {
+            "num_problems": self.correct.shape[1],
+            "num_samples": self.correct.shape[0],
+            "metrics": {
+                name: {"value": value, "interval": interval} for name, (value, interval) in self.metrics(ks).items()
+            },
+            "mean_length": float(self.lengths.mean()),
+            "truncated": float(self.truncated.mean()),
+            "correct": self.correct.sum(axis=0).tolist(),
+        }
+
+
+def boxed(answer: str) -> str:
+    """An answer (`str`) as models are asked to put it, unless it already is."""
+    return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
+
+
+def score_answers(texts: list[str], answers: list[str]) -> list[float | None]:
+    """
+    Whether completions have the right answer, by [`trl.rewards.accuracy_reward`] (math-verify), which wants it in
+    LaTeX, best within `\\boxed{}`.
+
+    Args:
+        texts (`list[str]`): Completions.
+        answers (`list[str]`): The right answer to each.
+
+    Returns:
+        `list[float | None]`: 1, 0, or `None` for an answer that cannot be parsed.
+    """
+    from trl.rewards import accuracy_reward
+
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    return accuracy_reward(completions, [boxed(answer) for answer in answers])
+
+
+def evaluate_problems(
+    model: nn.Module,
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[Problem],
+    *,
+    num_samples: int,
+    max_length: int,
+    schedule: SparsityScheduleConfig | None = None,
+    temperature: float = 0.6,
+    top_p: float = 0.95,
+    seed: int = 0,
+    folder: str | Path,
+    model_path: str | Path | None = None,
+    score: Callable[[list[str], list[str]], list[float | None]] = score_answers,
+    vllm_gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
+    report: Callable[[str], None] | None = None,
+) -> EvaluationResult:
+    """
+    Sample completions of problems and check their answers.
+
+    Args:
+        model (`torch.nn.Module`):
+            Causal language model of transformers that vLLM has too, without adapters, bare or wrapped (DDP). With
+            `torch.distributed` initialized, each process has an engine and completes a part of the problems.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        problems (`Sequence[Problem]`):
+            The problems.
+        num_samples (`int`):
+            Completions of each.
+        max_length (`int`):
+            Most tokens of a sequence, prompt included.
+        schedule ([`SparsityScheduleConfig`], *optional*):
+            Schedule of sparse generation. By default vLLM attends as it does by itself.
+        temperature (`float`, *optional*, defaults to `0.6`):
+            Temperature; 0 takes the likeliest token each time.
+        top_p (`float`, *optional*, defaults to `0.95`):
+            Share of the probability that is sampled from.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the sampling.
+        folder (`str` or `pathlib.Path`):
+            Folder of the rounds, which is created when missing.
+        model_path (`str` or `pathlib.Path`, *optional*):
+            Folder or Hub id of the model, where its weights are those of `model`. By default the weights as they are
+            now are written to a temporary folder.
+        score (callable, *optional*, defaults to [`score_answers`]):
+            Takes completions and answers, and returns 1, 0 or `None` (the answer cannot be read) for each.
+        vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.5`):
+            Share of the GPU's memory for the engine, beside `model`.
+        report (callable, *optional*):
+            Called with lines of text about the progress.
+
+    Returns:
+        [`EvaluationResult`]
+
+    Raises:
+        ValueError: for no problems or samples, a prompt that is too long, an answer that cannot be read, and a folder
+            with the rounds of another evaluation.
+        RuntimeError: when the engine fails.
+    """
+    if not problems or num_samples < 1:
+        raise ValueError(
+            f"There must be problems and samples, got {len(problems)} problems and {num_samples} samples."
+        )
+    answers = [problem.answer for problem in problems]
+    # Each answer is right as an answer to itself, or no completion ever is.
+    bad = [index for index, value in enumerate(score([boxed(answer) for answer in answers], answers)) if value != 1]
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of {len(answers)} answers cannot be read, the first in row {bad[0]}: "
+            f"{answers[bad[0]]!r:.100}. Remove these rows, or name another column of answers."
+        )
+    choose_generator("vllm", model)
+    model = causal_lm_of(model)
+    prompt_ids = tokenize_prompts(model, tokenizer, [problem.prompt for problem in problems], max_length)
+    settings = {
+        "weights": weights_fingerprint(model),
+        "problems": hashlib.sha256(json.dumps([prompt_ids, answers]).encode()).hexdigest(),
+        "maximum length": max_length,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "schedule": None if schedule is None else schedule.to_dict(),
+    }
+    rounds = _Rounds(Path(folder), settings)
+    is_main = process_rank()[0] == 0
+    (present, *_) = gather_objects([rounds.load(index) for index in range(num_samples)] if is_main else None)
+    engine, entries = None, []
+    try:
+        for index in range(num_samples):
+            entry = present[index]
+            if entry is None:
+                if engine is None:
+                    if report is not None:
+                        report(
+                            f"Starting vLLM's engine for {num_samples - index} samples of {len(problems)} problems."
+                        )
+                    engine = start_engine(
+                        model, model_path, prompt_ids, max_length, vllm_gpu_memory_utilization, schedule
+                    )
+                completions = complete_on_engine(
+                    engine,
+                    prompt_ids,
+                    max_length,
+                    seed + index * len(problems),
+                    end_token_ids(model, tokenizer),
+                    f"Sample {index + 1} of {num_samples}",
+                    sampling={"temperature": temperature, "top_p": top_p},
+                )
+                rows = [completions[row] for row in range(len(problems))]
+                texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+                entry = {
+                    "correct": [value == 1 for value in score(texts, answers)],
+                    "lengths": [len(row) for row in rows],
+                    "truncated": [
+                        len(prompt) + len(row) >= max_length for prompt, row in zip(prompt_ids, rows, strict=True)
+                    ],
+                    "texts": texts,
+                }
+                if is_main:
+                    rounds.save(index, entry)
+            entries.append(entry)
+            if report is not None:
+                share = np.mean([entry["correct"] for entry in entries])
+                report(f"Sample {index + 1} of {num_samples}: {share:.1%} right so far")
+    finally:
+        if engine is not None:
+            engine.close()
+    return EvaluationResult(
+        *(np.array([entry[name] for entry in entries]) for name in ("correct", "lengths", "truncated"))
+    )
+
+
+class _Rounds:
+    """The files of an evaluation, one for each sample of all problems."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        self.folder, self.settings = folder, settings
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, index: int) -> Path:
+        return self.folder / f"sample-{index:04d}.json"
+
+    def load(self, index: int) -> dict[str, Any] | None:
+        path = self.path(index)
+        if not path.exists():
+            return None
+        entry = read_json_object(path, MAX_ROUND_BYTES)
+        settings = entry.pop("settings", None)
+        hint = "Use another folder, or remove this one to start over."
+        if not isinstance(settings, dict) or entry.keys() != {"correct", "lengths", "truncated", "texts"}:
+            raise ValueError(f"{path} holds no samples of an evaluation. {hint}")
+        differing = [name for name, value in self.settings.items() if settings.get(name) != value]
+        if differing:
+            raise ValueError(
+                f"{path} holds samples of another evaluation: its {', '.join(differing)} differ from these. {hint}"
+            )
+        return entry
+
+    def save(self, index: int, entry: dict[str, Any]) -> None:
+        path = self.path(index)
+        values = {"settings": self.settings, **entry}
+        write_atomically(path, dump_json_object(values, path.name, MAX_ROUND_BYTES))
