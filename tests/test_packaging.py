@@ -58,6 +58,7 @@ def distributions(tmp_path_factory):
 def test_wheel_ships_both_packages_and_nothing_else(distributions):
     _, wheel = distributions
     expected = {f"sparrow_trl/presets/{name}" for name in PRESETS}
+    expected |= {f"sparrow_trl/metrics/tail_acceptance/{name}" for name in ("README.md", "requirements.txt")}
     for package, folder in (("sparrow_trl", "sparrow_trl"), ("sparrow_attention", ATTENTION)):
         modules = (path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder).rglob("*.py"))
         expected |= {f"{package}/{name}" for name in ("py.typed", *modules)}
