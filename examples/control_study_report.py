@@ -114,18 +114,18 @@ def make_table(summary: dict[str, dict]) -> Table:
 
 
 def colors_of(names: list[str]) -> dict[str, tuple]:
-    """Dense is black, the guard blue, tails from green (lenient) to orange, and what is harsh red or purple."""
+    """Dense is black, the guard blue, tails from green (lenient) to orange, and the others as they come."""
     tails = sorted((name for name in names if name.startswith("tail-")), reverse=True)
     others = [name for name in names if name not in tails and name not in ("dense", "guard")]
     colors = {"dense": "black", "guard": "tab:blue"}
     colors |= {name: plt.cm.RdYlGn(0.95 - 0.6 * index / max(len(tails) - 1, 1)) for index, name in enumerate(tails)}
-    colors |= {name: plt.cm.plasma(0.1 + 0.5 * index / max(len(others) - 1, 1)) for index, name in enumerate(others)}
+    colors |= {name: plt.cm.Dark2(index % 8) for index, name in enumerate(others)}
     return colors
 
 
 def draw_curves(runs: dict[str, list[dict]]):
     """Figure 4's second row: what is measured in training, against the steps; bands are the range of the seeds."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 4), layout="constrained")
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 4.5), layout="constrained")
     colors = colors_of(list(runs))
     for name, entries in runs.items():
         for axis, (key, _) in zip(axes, PANELS, strict=True):
@@ -140,13 +140,13 @@ def draw_curves(runs: dict[str, list[dict]]):
         axis.grid(alpha=0.3)
         if key == "grad_norm":
             axis.set_yscale("log")
-    axes[0].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return figure
 
 
 def draw_tradeoff(summary: dict[str, dict]):
     """Figure 1(a, c): accuracy at the end against what rollouts read, and against their tail acceptance."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained", sharey=True)
     colors = colors_of(list(summary))
     for axis, key, title in zip(
         axes, ("kept_fraction", "tail"), ("share of the cached pages read", "tail acceptance in training"), strict=True
@@ -161,7 +161,8 @@ def draw_tradeoff(summary: dict[str, dict]):
         axis.set(xlabel=title)
         axis.grid(alpha=0.3)
     axes[0].set(ylabel="held-out accuracy at the end")
-    axes[1].legend(fontsize="small", title="x: a seed collapsed")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right", fontsize="small", title="x: a seed collapsed")
     return figure
 
 
