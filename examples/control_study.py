@@ -75,8 +75,9 @@ CORRECTIONS = {"mask": "token_mask", "sequence": "sequence_mask"}
 TOKENS_BELOW_TAIL = 10
 # What runs must agree in to be compared.
 SHARED_ARGUMENTS = (
-    "max_steps", "learning_rate", "lr_scheduler_type", "num_generations", "generation_batch_size", "temperature",
-    "max_completion_length", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "num_generations", "generation_batch_size",
+    "temperature", "max_completion_length", "beta", "loss_type", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
 )  # fmt: skip
 
 
@@ -232,13 +233,11 @@ class Study:
     def conditions(self, setting: Setting) -> dict[str, Any]:
         """What a run was made under: one found in the folder must be the one that would be made now."""
         values = {name: getattr(self.training_args, name) for name in SHARED_ARGUMENTS}
-        values |= {"model": self.arguments.model_name_or_path, "num_eval_tasks": self.arguments.num_eval_tasks}
-        if setting.rollouts == "harsh":
-            values["harsh_pages"] = self.arguments.harsh_pages
+        names = ("model_name_or_path", "num_train_tasks", "num_eval_tasks", "eval_interval")
+        values |= {name: getattr(self.arguments, name) for name in names}
+        values["schedule"] = None if setting.rollouts == "dense" else self.schedule(setting).to_dict()
         if setting.rollouts == "guard":
             values["guard_target"] = self.arguments.guard_target
-        if setting.rollouts != "dense":
-            values["recipe"] = {**self.recipe.to_dict(), "top_k_pages": None}
         return json.loads(json.dumps(values))
 
     def check_run(self, setting: Setting, seed: int) -> bool:
@@ -251,7 +250,7 @@ class Study:
         file = self.run_folder(setting, seed) / "run.json"
         if not file.exists():
             return False
-        theirs, ours = json.loads(file.read_text())["conditions"], self.conditions(setting)
+        theirs, ours = json.loads(file.read_text()).get("conditions", {}), self.conditions(setting)
         differing = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
         if differing:
             raise ValueError(
@@ -419,10 +418,12 @@ def main(arguments, training_args):
     folder = Path(training_args.output_dir)
     if not arguments.report_only:
         study = Study(arguments, training_args)
-        for setting in settings:  # what cannot be found, or compared, stops the study before it trains anything
+        # What cannot be found, or compared, stops the study before it trains anything, and tails, which take a
+        # calibration, come last.
+        for setting in sorted(settings, key=lambda setting: setting.rollouts == "tail"):
             study.schedule(setting)
-            for seed in arguments.seeds:
-                study.check_run(setting, seed)
+            for file in folder.glob(f"{setting.name}/seed-*/run.json"):
+                study.check_run(setting, int(file.parent.name.removeprefix("seed-")))
         for seed in arguments.seeds:  # seed by seed, so that an interrupted study still compares all settings
             for setting in settings:
                 study.run(setting, seed)

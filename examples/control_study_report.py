@@ -28,12 +28,20 @@ PANELS = (
 
 
 def load_runs(folder: Path, settings: list[str]) -> dict[str, list[dict]]:
-    """What the runs of each setting have written, in the settings' order, without those that have none."""
+    """
+    What the runs of each setting have written, in the settings' order, without those that have none.
+
+    Raises:
+        ValueError: for runs of one setting that were made under different conditions.
+    """
     runs = {}
     for name in settings:
         files = sorted((folder / name).glob("seed-*/run.json"))
         if files:
             runs[name] = [json.loads(file.read_text()) for file in files]
+            for file, run in zip(files, runs[name], strict=True):
+                if run.get("conditions") != runs[name][0].get("conditions"):
+                    raise ValueError(f"{file} was made under other conditions than {files[0]}. Remove one of them.")
     return runs
 
 

@@ -1,23 +1,24 @@
 """`sparrow-trl eval`: arguments, the model and the problems; [`evaluation`] does the work."""
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib.metadata import version
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
 
 from .acceptance_sweep import process_rank
 from .cli_search import parse_arguments, print_lines
-from .evaluation import Problem, evaluate_problems
+from .evaluation import Problem, check_answers, evaluate_problems
 from .json_files import dump_json_object, write_atomically
 from .number_checks import check_numbers
 from .schedule import SparsityScheduleConfig
 from .versions import installed_version
 
 
-PROMPT_COLUMNS = ("prompt", "question", "problem")
-ANSWER_COLUMNS = ("answer", "solution", "final_answer")
+# Sets that have a problem beside a prompt have often put the prompt into some model's chat template.
+PROMPT_COLUMNS = ("question", "problem", "prompt")
+ANSWER_COLUMNS = ("answer", "final_answer", "solution")
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
 RESULT_NAME = "eval.json"
 
@@ -39,6 +40,7 @@ class EvalArguments:
     model_name_or_path: str = field(metadata={"help": "Folder or Hub id of the model."})
     dataset: str = field(metadata={"help": "JSON Lines file, or Hub id or folder of a dataset."})
     output_dir: str = field(default="eval", metadata={"help": "Folder for the results and the samples."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a dataset that is no file."})
     dataset_split: str = field(default="test", metadata={"help": "Split of a dataset that is no file."})
     prompt_column: str | None = field(
         default=None, metadata={"help": f"Column of the problems, by default {', '.join(PROMPT_COLUMNS)}."}
@@ -53,7 +55,7 @@ class EvalArguments:
         metadata={"help": "Schedule of sparse generation: a preset, a file or folder, or a Hub id. Default: dense."},
     )
     num_samples: int = field(default=8, metadata={"help": "Completions of each problem."})
-    k: list[int] = field(default_factory=lambda: [1], metadata={"help": "Which pass@k to estimate."})
+    k: list[int] = field(default_factory=list, metadata={"help": "Which pass@k to estimate beside avg@num_samples."})
     max_length: int = field(default=4096, metadata={"help": "Most tokens of a sequence, prompt included."})
     temperature: float = field(default=0.6, metadata={"help": "Temperature; 0 takes the likeliest token each time."})
     top_p: float = field(default=0.95, metadata={"help": "Share of the probability that is sampled from."})
@@ -73,6 +75,11 @@ class EvalArguments:
             ),
             optional=("num_problems",),
         )
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"At --temperature 0 all of the {self.num_samples} samples would be the same. Set --num_samples 1."
+            )
+        self.k = self.k if isinstance(self.k, list) else [self.k]
         bad = [k for k in self.k if not 1 <= k <= self.num_samples]
         if bad:
             raise ValueError(f"--k must lie between 1 and --num_samples ({self.num_samples}), got {bad}.")
@@ -92,7 +99,7 @@ def load_problems(args: EvalArguments) -> list[Problem]:
         if source.is_file():
             dataset = load_dataset("json", data_files=str(source), split="train")
         else:
-            dataset = load_dataset(args.dataset, split=args.dataset_split)
+            dataset = load_dataset(args.dataset, args.dataset_config, split=args.dataset_split)
     except Exception as error:  # of many kinds, most of which do not name the dataset
         raise ValueError(f"{args.dataset} could not be read as problems: {error or type(error).__name__}") from error
     columns = []
@@ -111,12 +118,36 @@ def load_problems(args: EvalArguments) -> list[Problem]:
     rows = dataset.select_columns(columns)
     if args.num_problems is not None:
         rows = rows.select(range(min(args.num_problems, len(rows))))
-    return [Problem(row[columns[0]], _answer(row[columns[1]])) for row in rows]
+    problems = []
+    for index, row in enumerate(rows):
+        prompt, answer = (row[column] for column in columns)
+        answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+        if not prompt or not isinstance(prompt, (str, list)):
+            raise ValueError(
+                f"Row {index} of {args.dataset} has no text or conversation as {columns[0]}: {prompt!r:.100}"
+            )
+        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+            raise ValueError(f"Row {index} of {args.dataset} has no single answer as {columns[1]}: {answer!r:.100}")
+        # GSM8K writes the number it asks for behind its solution.
+        problems.append(Problem(prompt, str(answer).rpartition("####")[2].strip()))
+    return problems
 
 
-def _answer(value: Any) -> str:
-    # GSM8K writes the number it asks for behind its solution.
-    return str(value).rpartition("####")[2].strip().replace("\n", " ")
+def check_texts(problems: list[Problem], tokenizer) -> None:
+    """
+    Refuse texts that are in a chat template already.
+
+    Raises:
+        ValueError: for a text with a special token of the `tokenizer` in it.
+    """
+    for index, problem in enumerate(problems):
+        text = problem.prompt if isinstance(problem.prompt, str) else ""
+        token = next((token for token in tokenizer.all_special_tokens if token in text), None)
+        if token is not None:
+            raise ValueError(
+                f"The problem in row {index} has the special token {token!r}: it is a prompt in a chat template, and "
+                "would get another one. Name a column of plain problems with --prompt_column."
+            )
 
 
 def as_prompt(problem: str | list, instruction: str, chat: bool) -> str | list[dict[str, str]]:
@@ -147,16 +178,19 @@ def run_eval(arguments: list[str]) -> None:
     args = parse_arguments(arguments, EvalArguments, "eval")
     schedule = None if args.sparsity_schedule is None else SparsityScheduleConfig.resolve(args.sparsity_schedule)
     problems = load_problems(args)
+    check_answers([problem.answer for problem in problems])
     from accelerate import PartialState
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    state = PartialState()
+    # One process may decode its problems long after the others have theirs.
+    state = PartialState(timeout=timedelta(days=7))
 
     def report(text: str) -> None:
         if process_rank()[0] == 0:
             print_lines(text)
 
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    check_texts(problems, tokenizer)
     chat = tokenizer.chat_template is not None
     problems = [Problem(as_prompt(entry.prompt, args.instruction, chat), entry.answer) for entry in problems]
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype).to(state.device)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# A thousand completions of 32K tokens as text.
-MAX_ROUND_BYTES = 2**28
+# Ten thousand completions of 32K tokens as text.
+MAX_ROUND_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,27 @@ def score_answers(texts: list[str], answers: list[str]) -> list[float | None]:
     """
     from trl.rewards import accuracy_reward
 
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    return accuracy_reward(completions, [boxed(answer) for answer in answers])
+    scores = []
+    for text, answer in zip(texts, answers, strict=True):
+        try:
+            scores += accuracy_reward([[{"role": "assistant", "content": text}]], [boxed(answer)])
+        except Exception:  # a completion may hold what breaks the parser, such as a number of thousands of digits
+            scores.append(0.0)
+    return scores
+
+
+def check_answers(answers: list[str]) -> None:
+    """Refuse, with a `ValueError`, answers (`list[str]`) that are not even right as answers to themselves."""
+    bad = [
+        index
+        for index, value in enumerate(score_answers([boxed(answer) for answer in answers], answers))
+        if value != 1
+    ]
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of {len(answers)} answers cannot be read, the first in row {bad[0]}: "
+            f"{answers[bad[0]]!r:.100}. Remove these rows, or name another column of answers."
+        )
 
 
 def evaluate_problems(
@@ -183,7 +202,8 @@ def evaluate_problems(
             Folder or Hub id of the model, where its weights are those of `model`. By default the weights as they are
             now are written to a temporary folder.
         score (callable, *optional*, defaults to [`score_answers`]):
-            Takes completions and answers, and returns 1, 0 or `None` (the answer cannot be read) for each.
+            Takes completions and answers, and returns a number for each, 1 where it is right. It is asked again when
+            an evaluation goes on.
         vllm_gpu_memory_utilization (`float`, *optional*, defaults to `0.5`):
             Share of the GPU's memory for the engine, beside `model`.
         report (callable, *optional*):
@@ -193,8 +213,8 @@ def evaluate_problems(
         [`EvaluationResult`]
 
     Raises:
-        ValueError: for no problems or samples, a prompt that is too long, an answer that cannot be read, and a folder
-            with the rounds of another evaluation.
+        ValueError: for no problems or samples, a prompt that is too long, an answer that the default `score` cannot
+            read, and a folder with the rounds of another evaluation.
         RuntimeError: when the engine fails.
     """
     if not problems or num_samples < 1:
@@ -202,13 +222,8 @@ def evaluate_problems(
             f"There must be problems and samples, got {len(problems)} problems and {num_samples} samples."
         )
     answers = [problem.answer for problem in problems]
-    # Each answer is right as an answer to itself, or no completion ever is.
-    bad = [index for index, value in enumerate(score([boxed(answer) for answer in answers], answers)) if value != 1]
-    if bad:
-        raise ValueError(
-            f"{len(bad)} of {len(answers)} answers cannot be read, the first in row {bad[0]}: "
-            f"{answers[bad[0]]!r:.100}. Remove these rows, or name another column of answers."
-        )
+    if score is score_answers:
+        check_answers(answers)
     choose_generator("vllm", model)
     model = causal_lm_of(model)
     prompt_ids = tokenize_prompts(model, tokenizer, [problem.prompt for problem in problems], max_length)
@@ -223,16 +238,22 @@ def evaluate_problems(
     }
     rounds = _Rounds(Path(folder), settings)
     is_main = process_rank()[0] == 0
-    (present, *_) = gather_objects([rounds.load(index) for index in range(num_samples)] if is_main else None)
+    try:
+        present = [rounds.load(index) for index in range(num_samples)] if is_main else None
+    except ValueError as error:
+        present = error  # for all processes, which would wait
+    (present, *_) = gather_objects(present)
+    if isinstance(present, ValueError):
+        raise present
+    stop_token_ids = end_token_ids(model, tokenizer)
     engine, entries = None, []
     try:
-        for index in range(num_samples):
-            entry = present[index]
+        for index, entry in enumerate(present):
             if entry is None:
                 if engine is None:
                     if report is not None:
                         report(
-                            f"Starting vLLM's engine for {num_samples - index} samples of {len(problems)} problems."
+                            f"Starting vLLM's engine for {present.count(None)} samples of {len(problems)} problems."
                         )
                     engine = start_engine(
                         model, model_path, prompt_ids, max_length, vllm_gpu_memory_utilization, schedule
@@ -242,32 +263,30 @@ def evaluate_problems(
                     prompt_ids,
                     max_length,
                     seed + index * len(problems),
-                    end_token_ids(model, tokenizer),
+                    stop_token_ids,
                     f"Sample {index + 1} of {num_samples}",
                     sampling={"temperature": temperature, "top_p": top_p},
                 )
                 rows = [completions[row] for row in range(len(problems))]
-                texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
                 entry = {
-                    "correct": [value == 1 for value in score(texts, answers)],
+                    "texts": tokenizer.batch_decode(rows, skip_special_tokens=True),
                     "lengths": [len(row) for row in rows],
-                    "truncated": [
-                        len(prompt) + len(row) >= max_length for prompt, row in zip(prompt_ids, rows, strict=True)
-                    ],
-                    "texts": texts,
+                    "truncated": [row[-1] not in stop_token_ids for row in rows],
                 }
                 if is_main:
                     rounds.save(index, entry)
-            entries.append(entry)
+            # By one process: those of a machine would compete for the time that a comparison may take.
+            correct = [value == 1 for value in score(entry["texts"], answers)] if is_main else None
+            (correct, *_) = gather_objects(correct)
+            entries.append({"correct": correct, "lengths": entry["lengths"], "truncated": entry["truncated"]})
             if report is not None:
                 share = np.mean([entry["correct"] for entry in entries])
                 report(f"Sample {index + 1} of {num_samples}: {share:.1%} right so far")
     finally:
         if engine is not None:
             engine.close()
-    return EvaluationResult(
-        *(np.array([entry[name] for entry in entries]) for name in ("correct", "lengths", "truncated"))
-    )
+    columns = ([entry[name] for entry in entries] for name in ("correct", "lengths", "truncated"))
+    return EvaluationResult(*map(np.array, columns))
 
 
 class _Rounds:
@@ -287,7 +306,7 @@ class _Rounds:
         entry = read_json_object(path, MAX_ROUND_BYTES)
         settings = entry.pop("settings", None)
         hint = "Use another folder, or remove this one to start over."
-        if not isinstance(settings, dict) or entry.keys() != {"correct", "lengths", "truncated", "texts"}:
+        if not isinstance(settings, dict) or entry.keys() != {"lengths", "truncated", "texts"}:
             raise ValueError(f"{path} holds no samples of an evaluation. {hint}")
         differing = [name for name, value in self.settings.items() if settings.get(name) != value]
         if differing:

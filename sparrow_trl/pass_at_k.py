@@ -53,10 +53,10 @@ def mean_interval(values: np.ndarray, confidence: float = 0.95) -> tuple[float, 
             Confidence.
 
     Returns:
-        `tuple[float, float]`, or `None` for fewer than two problems.
+        `tuple[float, float]`, or `None` where there is nothing to resample: fewer than two problems, or all alike.
     """
     values = np.asarray(values, dtype=float)
-    if len(values) < 2:
+    if len(values) < 2 or not np.ptp(values):
         return None
     result = bootstrap((values,), np.mean, confidence_level=confidence, method="percentile", rng=0, batch=1000)
     return float(result.confidence_interval.low), float(result.confidence_interval.high)

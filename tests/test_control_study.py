@@ -190,7 +190,7 @@ def test_a_run_under_other_conditions_is_refused(study):
         make_arguments(harsh_pages=9, guard_target=0.8, page_counts=[5, 30]), make_training_args(study.folder)
     )
     assert other.check_run(Setting.parse("dense"), 3)
-    with pytest.raises(ValueError, match="its harsh_pages differ"):
+    with pytest.raises(ValueError, match="its schedule differ"):
         other.check_run(Setting.parse("harsh+uncorrected"), 3)
     with pytest.raises(ValueError, match="its guard_target differ"):
         other.check_run(Setting.parse("guard"), 3)
@@ -251,6 +251,15 @@ def test_the_report_says_what_the_runs_were(tmp_path):
     runs = load_runs(tmp_path, ["harsh+mask"])
     assert [has_collapsed(run) for run in runs["harsh+mask"]] == [True, False]
     assert math.isclose(summarize(runs)["harsh+mask"]["final_accuracy"], 0.4)
+
+
+def test_runs_under_different_conditions_are_not_averaged(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path, "harsh", seed, [0.5, 0.9], 0.9, 0.4, [0.5] * 5)
+    file = tmp_path / "harsh" / "seed-1" / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "conditions": {"learning_rate": 1e-3}}))
+    with pytest.raises(ValueError, match="seed-1.run.json was made under other conditions"):
+        report(tmp_path, ["harsh"])
 
 
 def test_steps_without_a_measurement_leave_a_gap(tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_trl import cli_eval, evaluation
 from sparrow_trl.cli import main
-from sparrow_trl.cli_eval import EvalArguments, as_prompt, load_problems
+from sparrow_trl.cli_eval import EvalArguments, as_prompt, check_texts, load_problems
 from sparrow_trl.evaluation import EvaluationResult, Problem, evaluate_problems, score_answers
 from sparrow_trl.pass_at_k import mean_interval, pass_at_k
 
@@ -87,8 +87,11 @@ def rounds(monkeypatch):
     def complete(engine, prompt_ids, max_length, seed, stop_token_ids, title, sampling):
         assert sampling == {"temperature": 0.6, "top_p": 0.95}
         seeds.append(seed)
-        text = "answer 07" if len(seeds) % 2 else "answer 08"
-        return {index: tokenizer()(text)["input_ids"] for index in range(len(prompt_ids))}
+        if len(seeds) % 2:
+            ids = [*tokenizer()("answer 07")["input_ids"], tokenizer().eos_token_id]
+        else:  # cut off
+            ids = tokenizer()("answer 08")["input_ids"]
+        return dict.fromkeys(range(len(prompt_ids)), ids)
 
     FakeEngine.closed = 0
     monkeypatch.setattr(evaluation, "start_engine", lambda *args: FakeEngine())
@@ -102,10 +105,7 @@ def tokenizer():
 
 def dial_score(texts, answers):
     """The tiny reasoner does not write LaTeX."""
-    return [
-        1.0 if answer and (f"\\boxed{{{answer}}}" == text or extract_answer(text) == answer) else 0.0
-        for text, answer in zip(texts, answers, strict=True)
-    ]
+    return [float(extract_answer(text) == answer) for text, answer in zip(texts, answers, strict=True)]
 
 
 def evaluate(folder, **kwargs):
@@ -124,7 +124,8 @@ def evaluate(folder, **kwargs):
 
 def test_an_evaluation_goes_on_from_the_rounds_that_are_there(rounds, tmp_path):
     first = evaluate(tmp_path)
-    assert first.correct.tolist() == [[True, True], [False, False]] and first.lengths.tolist() == [[9, 9], [9, 9]]
+    assert first.correct.tolist() == [[True, True], [False, False]]
+    assert first.lengths.tolist() == [[10, 10], [9, 9]] and first.truncated.tolist() == [[False, False], [True, True]]
     assert rounds == [0, 2] and FakeEngine.closed == 1
     again = evaluate(tmp_path)
     assert again.correct.tolist() == first.correct.tolist() and rounds == [0, 2]
@@ -133,6 +134,9 @@ def test_an_evaluation_goes_on_from_the_rounds_that_are_there(rounds, tmp_path):
     (tmp_path / "sample-0001.json").unlink()
     evaluate(tmp_path, num_samples=3)
     assert rounds == [0, 2, 4, 2]
+    # What is there is compared again.
+    other = evaluate(tmp_path, num_samples=3, score=lambda texts, answers: [float("8" in text) for text in texts])
+    assert other.correct.tolist() == [[False, False], [True, True], [False, False]] and rounds == [0, 2, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,10 @@ def test_rounds_of_another_evaluation_are_refused(rounds, tmp_path, settings, na
     ("settings", "message"),
     [
         ({"problems": []}, "There must be problems"),
-        ({"problems": [Problem("a", "7"), Problem("b", "")]}, "1 of 2 answers cannot be read, the first in row 1: ''"),
+        (
+            {"problems": [Problem("a", "7"), Problem("b", "")], "score": score_answers},
+            "1 of 2 answers cannot be read, the first in row 1: ''",
+        ),
         ({"max_length": 9}, "leave room for two more"),
     ],
 )
@@ -169,8 +176,22 @@ def test_problems_are_read_from_their_columns(tmp_path):
     assert load_problems(EvalArguments("m", str(file), answer_column="id"))[1].answer == "2"
     with pytest.raises(ValueError, match="no column task; its columns are id, question, answer. Name one"):
         load_problems(EvalArguments("m", str(file), prompt_column="task"))
+    for answer, match in ((None, "no single answer as answer: None"), (["1", "2"], "no single answer as answer")):
+        file.write_text(json.dumps({"question": "?", "answer": answer}) + "\n")
+        with pytest.raises(ValueError, match=f"Row 0 of .* has {match}"):
+            load_problems(EvalArguments("m", str(file)))
     with pytest.raises(ValueError, match="could not be read as problems"):
         load_problems(EvalArguments("m", str(tmp_path / "none.jsonl")))
+
+
+def test_a_text_in_a_chat_template_is_refused():
+    check_texts([Problem("1+1?", "2"), Problem([{"role": "user", "content": "<eos>"}], "2")], tokenizer())
+    with pytest.raises(ValueError, match="row 1 has the special token '<eos>'"):
+        check_texts([Problem("1+1?", "2"), Problem("1+1?<eos>", "2")], tokenizer())
+
+
+def test_a_completion_that_breaks_the_parser_is_wrong():
+    assert score_answers(["\\boxed{\\binom{15000}{7500}}", "\\boxed{7}"], ["7", "7"]) == [0, 1]
 
 
 def test_texts_get_the_instruction_and_conversations_stay():
@@ -208,7 +229,7 @@ def command(tasks, tmp_path_factory):
 
     def run(name, *options):
         arguments = ["--model_name_or_path", str(MODEL), "--dataset", str(file), "--instruction", ""]
-        settings = ["--max_length", "760", "--temperature", "0", "--output_dir", str(folder / name)]
+        settings = ["--max_length", "760", "--output_dir", str(folder / name)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cli_eval, "evaluate_problems", partial(evaluate_problems, score=dial_score))
             assert main(["eval", *arguments, *settings, *options]) == 0
@@ -218,15 +239,31 @@ def command(tasks, tmp_path_factory):
 
 
 def test_the_command_measures_dense_and_sparse_generation(command, tasks, capsys):
-    dense = command("dense", "--num_samples", "2", "--k", "1", "2")
-    assert "avg@2" in capsys.readouterr().out
+    dense = command("dense", "--temperature", "0", "--num_samples", "1", "--k", "1")
+    assert "avg@1" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     expected = accuracy(model, tokenizer(), tasks)["accuracy"]
     assert {name: entry["value"] for name, entry in dense["metrics"].items()} == pytest.approx(
-        {"avg@2": expected, "pass@1": expected, "pass@2": expected}
+        {"avg@1": expected, "pass@1": expected}
     )
-    low, high = dense["metrics"]["avg@2"]["interval"]
+    low, high = dense["metrics"]["avg@1"]["interval"]
     assert low < expected < high and not math.isclose(low, high)
-    harsh = command("harsh", "--num_samples", "1", "--sparsity_schedule", str(MODEL.parent / "schedules" / "harsh"))
+    harsh = command(
+        "harsh",
+        "--temperature",
+        "0",
+        "--num_samples",
+        "1",
+        "--sparsity_schedule",
+        str(MODEL.parent / "schedules" / "harsh"),
+    )
     assert harsh["metrics"]["avg@1"]["value"] < expected - 0.2
     assert harsh["sparsity_schedule"].endswith("harsh") and dense["sparsity_schedule"] is None
+
+
+def test_the_command_samples(command):
+    """About two thirds of the answers are right at temperature 1, and half of them greedily."""
+    sampled = command("sampled", "--num_samples", "2", "--k", "2")
+    average, best = sampled["metrics"]["avg@2"]["value"], sampled["metrics"]["pass@2"]["value"]
+    assert 0.35 < average < 0.85 and average < best
+    assert (sampled["temperature"], sampled["top_p"], sampled["num_samples"]) == (0.6, 0.95, 2)

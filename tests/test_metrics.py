@@ -36,7 +36,8 @@ def test_tails_are_quantiles_by_bin(metric):
 def test_batches_add_up(metric):
     for rate in (0.5, 0.9):
         metric.add_batch(predictions=[rate] * 200, references=[100] * 200)
-    assert metric.compute()["tail_by_bin"] == {0: pytest.approx(0.5)}
+    result = metric.compute()
+    assert result["tail_by_bin"] == {0: pytest.approx(0.5)} and result["mean_acceptance"] == pytest.approx(0.7)
 
 
 def test_bins_of_few_tokens_have_no_tail(metric):
