@@ -41,6 +41,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +351,7 @@ class Study:
         pages = {"guard": MAX_PAGES, "harsh": self.arguments.harsh_pages, "pages": setting.value}
         if setting.rollouts in pages:
             return replace(self.recipe, top_k_pages=[pages[setting.rollouts]])
-        tails, counts = self.measured_tails()
+        tails, counts = self.measured_tails
         found = search_schedule(
             self.arguments.page_counts,
             tails,
@@ -362,6 +363,7 @@ class Study:
         )
         return replace(self.recipe, top_k_pages=found.schedule.top_k_pages, target_acceptance=setting.value)
 
+    @cached_property
     def measured_tails(self) -> tuple[np.ndarray, np.ndarray]:
         """Tails and tokens `[budgets, bins]` of the rollouts of each budget, before any training (section 3.2)."""
         file = self.folder / "calibration" / "acceptance_table.json"

@@ -11,6 +11,7 @@ from trl import TrlParser
 from .acceptance_plots import plot_tails
 from .acceptance_sweep import TokenSequence, process_rank
 from .acceptance_table import METHODS, AcceptanceTable
+from .dataset_rows import choose_column, read_dataset
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .pictures import save_figure
 from .schedule import SparsityScheduleConfig
@@ -294,8 +295,6 @@ def complete_prompts(
 
 def load_prompts(args: CalibrateArguments) -> list[Any]:
     """The first prompts or texts that `args` ([`CalibrateArguments`]) name."""
-    from datasets import load_dataset, load_from_disk
-
     name = args.texts or args.dataset
     source = Path(name)
     if args.texts and not source.is_file():
@@ -304,27 +303,10 @@ def load_prompts(args: CalibrateArguments) -> list[Any]:
         text = source.read_text(encoding="utf-8")
         # A text is one text; prompts are one a line.
         return [text] if args.texts else [line for line in text.splitlines() if line.strip()][: args.num_prompts]
-    try:
-        if source.is_file():
-            dataset = load_dataset("json", data_files=str(source), split="train")
-        elif (source / "dataset_info.json").exists() or (source / "dataset_dict.json").exists():
-            dataset = load_from_disk(str(source))
-        else:
-            dataset = load_dataset(name, split=args.dataset_split)
-    except Exception as error:  # of many kinds, most of which do not name the file
-        kind = "JSON Lines (or .txt)" if source.is_file() else "a dataset"
-        raise ValueError(f"{name} could not be read as {kind}: {error or type(error).__name__}") from error
-    if isinstance(dataset, dict):
-        if args.dataset_split not in dataset:
-            raise ValueError(f"{name} has no split {args.dataset_split!r}; its splits are {', '.join(dataset)}.")
-        dataset = dataset[args.dataset_split]
+    kind = "JSON Lines (or .txt)" if source.is_file() else "a dataset"
+    dataset = read_dataset(name, args.dataset_split, kind=kind)
     columns = ("text",) if args.texts else (args.prompt_column,) if args.prompt_column else PROMPT_COLUMNS
-    column = next((column for column in columns if column in dataset.column_names), None)
-    if column is None:
-        hint = "" if args.texts else " Name one with --prompt_column."
-        raise ValueError(
-            f"{name} has no column {' or '.join(columns)}; its columns are {', '.join(dataset.column_names)}.{hint}"
-        )
+    column = choose_column(dataset, name, columns, "" if args.texts else "Name one with --prompt_column.")
     prompts = dataset[: args.num_prompts][column]
     kinds = {_kind(prompt) for prompt in prompts}
     if len(kinds) != 1 or kinds - ({"text"} if args.texts else {"text", "conversation"}):

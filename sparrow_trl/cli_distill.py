@@ -5,8 +5,7 @@ from pathlib import Path
 
 from peft import LoraConfig
 
-from .acceptance_sweep import process_rank
-from .cli_search import check_sources, parse_arguments, print_lines, read_sequences
+from .cli_search import check_sources, parse_arguments, print_once, read_sequences
 from .distill import DistillSparseConfig
 from .distill_texts import distill
 from .schedule import SparsityScheduleConfig
@@ -132,10 +131,6 @@ def run_distill(arguments: list[str]) -> None:
         )
     state = PartialState()
 
-    def report(text: str) -> None:
-        if process_rank()[0] == 0:
-            print_lines(text)
-
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype).to(state.device)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -153,13 +148,13 @@ def run_distill(arguments: list[str]) -> None:
             min_tokens=args.min_tokens,
             seed=args.seed,
             output_dir=args.output_dir,
-            report=report,
+            report=print_once,
         )
     except KeyboardInterrupt:
-        report(f"Interrupted. The progress is in {args.output_dir}: the same command goes on from there.")
+        print_once(f"Interrupted. The progress is in {args.output_dir}: the same command goes on from there.")
         raise
-    report(result.table().to_markdown() + "\n")
-    report(
+    print_once(result.table().to_markdown() + "\n")
+    print_once(
         f"Distilled on {result.tokens:,} tokens in {len(result.steps)} steps. Wrote {args.output_dir}/: a PEFT "
         "adapter (DistillSparseCallback(adapter=...) takes the folder), its schedule, summary.json and a picture."
     )

@@ -7,8 +7,8 @@ from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 
-from .acceptance_sweep import process_rank
-from .cli_search import parse_arguments, print_lines
+from .cli_search import parse_arguments, print_once
+from .dataset_rows import choose_column, read_dataset
 from .evaluation import Problem, check_answers, evaluate_problems
 from .json_files import dump_json_object, write_atomically
 from .number_checks import check_numbers
@@ -92,29 +92,14 @@ def load_problems(args: EvalArguments) -> list[Problem]:
     Raises:
         ValueError: when they cannot be read, or columns are missing.
     """
-    from datasets import load_dataset
-
-    source = Path(args.dataset)
-    try:
-        if source.is_file():
-            dataset = load_dataset("json", data_files=str(source), split="train")
-        else:
-            dataset = load_dataset(args.dataset, args.dataset_config, split=args.dataset_split)
-    except Exception as error:  # of many kinds, most of which do not name the dataset
-        raise ValueError(f"{args.dataset} could not be read as problems: {error or type(error).__name__}") from error
-    columns = []
-    for option, name, choices in (
-        ("prompt_column", args.prompt_column, PROMPT_COLUMNS),
-        ("answer_column", args.answer_column, ANSWER_COLUMNS),
-    ):
-        choices = choices if name is None else (name,)
-        found = next((choice for choice in choices if choice in dataset.column_names), None)
-        if found is None:
-            raise ValueError(
-                f"{args.dataset} has no column {' or '.join(choices)}; its columns are "
-                f"{', '.join(dataset.column_names)}. Name one with --{option}."
-            )
-        columns.append(found)
+    dataset = read_dataset(args.dataset, args.dataset_split, args.dataset_config, kind="problems")
+    columns = [
+        choose_column(dataset, args.dataset, choices if name is None else (name,), f"Name one with --{option}.")
+        for option, name, choices in (
+            ("prompt_column", args.prompt_column, PROMPT_COLUMNS),
+            ("answer_column", args.answer_column, ANSWER_COLUMNS),
+        )
+    ]
     rows = dataset.select_columns(columns)
     if args.num_problems is not None:
         rows = rows.select(range(min(args.num_problems, len(rows))))
@@ -185,10 +170,6 @@ def run_eval(arguments: list[str]) -> None:
     # One process may decode its problems long after the others have theirs.
     state = PartialState(timeout=timedelta(days=7))
 
-    def report(text: str) -> None:
-        if process_rank()[0] == 0:
-            print_lines(text)
-
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     check_texts(problems, tokenizer)
     chat = tokenizer.chat_template is not None
@@ -209,10 +190,10 @@ def run_eval(arguments: list[str]) -> None:
             folder=folder / "samples",
             model_path=args.model_name_or_path,
             vllm_gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            report=report,
+            report=print_once,
         )
     except KeyboardInterrupt:
-        report(f"Interrupted. The samples are in {folder / 'samples'}: the same command goes on from there.")
+        print_once(f"Interrupted. The samples are in {folder / 'samples'}: the same command goes on from there.")
         raise
     generation = "dense generation" if schedule is None else f"sparse generation, {args.sparsity_schedule}"
     table = result.to_table(f"{Path(args.dataset).name}, {len(problems)} problems, {generation}", args.k)
@@ -227,4 +208,4 @@ def run_eval(arguments: list[str]) -> None:
     }
     if state.is_main_process:
         write_atomically(folder / RESULT_NAME, dump_json_object(values, RESULT_NAME))
-    report(f"{table.to_markdown()}\n\nWrote {folder / RESULT_NAME}.")
+    print_once(f"{table.to_markdown()}\n\nWrote {folder / RESULT_NAME}.")

@@ -153,10 +153,6 @@ def run_search(arguments: list[str]) -> None:
     state = PartialState()
     is_main = process_rank()[0] == 0
 
-    def report(text: str) -> None:
-        if is_main:
-            print_lines(text)
-
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype).to(state.device)
@@ -179,20 +175,20 @@ def run_search(arguments: list[str]) -> None:
             model_name=args.model_name_or_path,
             measurements_folder=folder / MEASUREMENTS_NAME,
             chunk_size=args.chunk_size,
-            report=report,
+            report=print_once,
             **stages,
         )
     except KeyboardInterrupt:
-        report(f"Interrupted. What was measured is in {folder}: the same command goes on from there.")
+        print_once(f"Interrupted. What was measured is in {folder}: the same command goes on from there.")
         raise
     if not is_main:
         return
     from .recipe_search_report import search_tables
 
     for table in search_tables(result):
-        report(table.to_markdown() + "\n")
+        print_once(table.to_markdown() + "\n")
     result.save(folder)
-    report(
+    print_once(
         f"The found schedule reads {result.ratio:.1%} of the bytes of the paper's recipe. Wrote {folder}/: the "
         "schedule (give the folder as sparsity_schedule), the search as JSON and Markdown, and a picture."
     )
@@ -298,6 +294,12 @@ def print_lines(*lines: str) -> None:
 
     stdout.write("\n".join(lines) + "\n")
     stdout.flush()
+
+
+def print_once(text: str) -> None:
+    """Print `text` (`str`), on the first process alone."""
+    if process_rank()[0] == 0:
+        print_lines(text)
 
 
 def _layers(text: Any) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from .acceptance_sweep import causal_lm_of, gather_objects, process_rank, weights_fingerprint
-from .json_files import dump_json_object, read_json_object, write_atomically
+from .kept_results import load_kept, save_kept
 from .pass_at_k import mean_interval, pass_at_k
 from .schedule import SparsityScheduleConfig
 from .sequence_generation import (
@@ -236,10 +236,17 @@ def evaluate_problems(
         "seed": seed,
         "schedule": None if schedule is None else schedule.to_dict(),
     }
-    rounds = _Rounds(Path(folder), settings)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"sample-{index:04d}.json" for index in range(num_samples)]
     is_main = process_rank()[0] == 0
+
+    def load(file: Path) -> dict[str, Any] | None:
+        names = ("texts", "lengths", "truncated")
+        return load_kept(file, settings, names, MAX_ROUND_BYTES, what="samples", work="evaluation")
+
     try:
-        present = [rounds.load(index) for index in range(num_samples)] if is_main else None
+        present = [load(file) for file in files] if is_main else None
     except ValueError as error:
         present = error  # for all processes, which would wait
     (present, *_) = gather_objects(present)
@@ -274,7 +281,7 @@ def evaluate_problems(
                     "truncated": [row[-1] not in stop_token_ids for row in rows],
                 }
                 if is_main:
-                    rounds.save(index, entry)
+                    save_kept(files[index], settings, entry, MAX_ROUND_BYTES)
             # By one process: those of a machine would compete for the time that a comparison may take.
             correct = [value == 1 for value in score(entry["texts"], answers)] if is_main else None
             (correct, *_) = gather_objects(correct)
@@ -287,35 +294,3 @@ def evaluate_problems(
             engine.close()
     columns = ([entry[name] for entry in entries] for name in ("correct", "lengths", "truncated"))
     return EvaluationResult(*map(np.array, columns))
-
-
-class _Rounds:
-    """The files of an evaluation, one for each sample of all problems."""
-
-    def __init__(self, folder: Path, settings: dict[str, Any]):
-        self.folder, self.settings = folder, settings
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def path(self, index: int) -> Path:
-        return self.folder / f"sample-{index:04d}.json"
-
-    def load(self, index: int) -> dict[str, Any] | None:
-        path = self.path(index)
-        if not path.exists():
-            return None
-        entry = read_json_object(path, MAX_ROUND_BYTES)
-        settings = entry.pop("settings", None)
-        hint = "Use another folder, or remove this one to start over."
-        if not isinstance(settings, dict) or entry.keys() != {"lengths", "truncated", "texts"}:
-            raise ValueError(f"{path} holds no samples of an evaluation. {hint}")
-        differing = [name for name, value in self.settings.items() if settings.get(name) != value]
-        if differing:
-            raise ValueError(
-                f"{path} holds samples of another evaluation: its {', '.join(differing)} differ from these. {hint}"
-            )
-        return entry
-
-    def save(self, index: int, entry: dict[str, Any]) -> None:
-        path = self.path(index)
-        values = {"settings": self.settings, **entry}
-        write_atomically(path, dump_json_object(values, path.name, MAX_ROUND_BYTES))

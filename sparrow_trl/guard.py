@@ -201,7 +201,8 @@ class ScheduleGuardCallback(TrainerCallback):
             ValueError: for a trainer that measures no acceptance, a second callback that changes the schedule, a
                 target of 0 or 1, and a schedule that is to be found under FSDP or DeepSpeed or from a dense one.
         """
-        _check_training(trainer, self.config)
+        searching = self.config.search or trainer.is_auto_schedule
+        _check_training(trainer, searching)
         config, schedule = self.config, trainer.schedule
         quantile = schedule.tail_quantile
         self._step_tokens = config.step_tokens or math.ceil(10 / quantile)
@@ -216,7 +217,6 @@ class ScheduleGuardCallback(TrainerCallback):
             floor=config.floor,
         )
         self._trainer = trainer
-        searching = config.search or trainer.is_auto_schedule
         self._start(searching)
         trainer.rollout_listeners.append(self._keep_rollout)
         if searching:
@@ -458,7 +458,7 @@ def starting_schedule(args: "SparseRolloutGRPOConfig") -> SparsityScheduleConfig
     return SparsityScheduleConfig(top_k_pages=[MAX_PAGES], page_size=page_size, bin_tokens=pages * page_size)
 
 
-def _check_training(trainer: "SparseRolloutGRPOTrainer", config: ScheduleGuardConfig) -> None:
+def _check_training(trainer: "SparseRolloutGRPOTrainer", searching: bool) -> None:
     if not trainer.args.acceptance_probe_fraction:
         raise ValueError(
             "ScheduleGuardCallback goes by the measured tail acceptance, but acceptance_probe_fraction is 0. Set it "
@@ -471,7 +471,6 @@ def _check_training(trainer: "SparseRolloutGRPOTrainer", config: ScheduleGuardCo
             f"The trainer got a {names}, and each would change the schedule. Give one of them; beside a guard, "
             "DistillSparse works without stages."
         )
-    searching = config.search or trainer.is_auto_schedule
     if searching and trainer.schedule.is_dense:
         raise ValueError(
             "The guard is to search a schedule, but the trainer's keeps every layer dense. Give one with sparse "

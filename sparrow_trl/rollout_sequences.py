@@ -19,7 +19,7 @@ from torch import nn
 
 from .acceptance_sweep import TokenSequence, causal_lm_of, gather_objects, process_rank, weights_fingerprint
 from .acceptance_table import RECIPE_FIELDS
-from .json_files import dump_json_object, read_json_object, write_atomically
+from .kept_results import load_kept, save_kept
 from .schedule import SparsityScheduleConfig
 from .sequence_generation import (
     GPU_MEMORY_UTILIZATION,
@@ -196,26 +196,20 @@ class SparseRollouts:
 
     def _load(self, key: str) -> list[TokenSequence] | None:
         path = None if self.folder is None else self.folder / f"{key}.json"
-        if path is None or not path.exists():
+        if path is None:
             return None
-        kept = read_json_object(path, MAX_ROLLOUTS_BYTES)
-        hint = "Use another folder, or remove this one to start over."
-        if kept.keys() != {"settings", "top_k_pages", "sequences"} or not isinstance(kept["settings"], dict):
-            raise ValueError(f"{path} holds no rollouts. {hint}")
-        differing = [name for name, value in self._settings.items() if kept["settings"].get(name) != value]
-        if differing:
-            raise ValueError(
-                f"{path} holds rollouts of another calibration: its {', '.join(differing)} differ from these. {hint}"
-            )
+        names = ("top_k_pages", "sequences")
+        kept = load_kept(path, self._settings, names, MAX_ROLLOUTS_BYTES, what="rollouts", work="calibration")
+        if kept is None:
+            return None
         return [TokenSequence(token_ids, prompt_length) for prompt_length, token_ids in kept["sequences"]]
 
     def _save(self, key: str, table: list[int], sequences: list[TokenSequence]) -> None:
         if self.folder is None:
             return
         rows = [[sequence.prompt_length, sequence.token_ids] for sequence in sequences]
-        values = {"settings": self._settings, "top_k_pages": table, "sequences": rows}
-        path = self.folder / f"{key}.json"
-        write_atomically(path, dump_json_object(values, path.name, MAX_ROLLOUTS_BYTES))
+        results = {"top_k_pages": table, "sequences": rows}
+        save_kept(self.folder / f"{key}.json", self._settings, results, MAX_ROLLOUTS_BYTES)
 
     @staticmethod
     def _fields(schedule: SparsityScheduleConfig) -> dict[str, Any]:
