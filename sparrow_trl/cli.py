@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .cli_eval import run_eval
 
             run_eval(rest)
+        elif args.command == "serve":
+            from .cli_serve import run_serve
+
+            run_serve(rest)
         elif rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         else:
@@ -57,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("search", add_help=False, help="find the cheapest recipe and budgets of layers that keep it")
     commands.add_parser("distill", add_help=False, help="distil a LoRA that lets the rollouts read less")
     commands.add_parser("eval", add_help=False, help="measure avg@k and pass@k with dense or sparse generation")
+    commands.add_parser("serve", add_help=False, help="run `vllm serve` with sparse attention, for TRL's server mode")
     _add_plot(commands)
     _add_show(commands)
     _add_estimate(commands)

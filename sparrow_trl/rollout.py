@@ -116,11 +116,11 @@ class RolloutLLM(LLM):
         return []
 
     @staticmethod
-    def before_generate(prompts: list[dict]) -> None:
-        """Called with the `prompts` of a call, before they are sent; does nothing, until the owner sets another."""
+    def before_generate(prompts: list[list[int]]) -> None:
+        """Called with the token ids of a call's prompts before they are sent; the owner sets another one."""
 
     def generate(self, prompts, sampling_params, **kwargs):
-        self.before_generate(prompts)
+        self.before_generate([prompt["prompt_token_ids"] for prompt in prompts])
         sampling_params.flat_logprobs = True
         if not sampling_params.stop:
             sampling_params.detokenize = False  # TRL decodes the token ids itself
@@ -334,7 +334,10 @@ class SparseVLLMGeneration(VLLMGeneration):
         """Use `schedule` from the next `generate` on."""
         check_layers(schedule, self.model.config.num_hidden_layers)
         self.state.set_schedule(schedule)
-        self.llm.reset_prefix_cache()  # cached keys of generated tokens depend on the schedule they were made with
+        self._reset_prefix_cache()  # cached keys of generated tokens depend on the schedule they were made with
+
+    def _reset_prefix_cache(self) -> None:
+        self.llm.reset_prefix_cache()
 
     @property
     def _wanted_adapter(self) -> "RolloutAdapter | None":
@@ -346,12 +349,12 @@ class SparseVLLMGeneration(VLLMGeneration):
         """Context in which `generate` attends densely in every layer, with the policy's weights alone."""
         outer = self.state.dense
         self.state.dense = True
-        self.llm.reset_prefix_cache()
+        self._reset_prefix_cache()
         try:
             yield
         finally:
             self.state.dense = outer
-            self.llm.reset_prefix_cache()
+            self._reset_prefix_cache()
 
     @property
     def engine_dtype(self) -> torch.dtype:
@@ -434,18 +437,14 @@ class SparseVLLMGeneration(VLLMGeneration):
             raise ValueError("Sparse rollouts do not support images in the prompts.")
         if self._sent_adapter is not self._wanted_adapter:
             self.sync_weights()
-        self.llm.probe_rows = self.probe_rows or RolloutLLM.probe_rows
+        self._prepare_batch(prompts)
         # A prompt that continues an earlier completion would find the keys of sparse tokens, and prompts are dense.
-        self.llm.reset_prefix_cache()
+        self._reset_prefix_cache()
         before = self.state.counters
         prompt_ids, completion_ids, logprobs, token_ids = super().generate(
             prompts, images, num_generations, profiler=profiler
         )
-        offset = 0
-        if self.tensor_parallel_size > 1:  # the engine saw the prompts of the whole group
-            offset = torch.distributed.get_rank(group=self.tp_group) * len(prompts)
-        local = range(offset, offset + len(prompts))
-        self.probes = [replace(probe, row=row - offset) for row, probe in self.llm.probes.items() if row in local]
+        self.probes = self._local_probes(len(prompts))
         self.counters = self.state.counters.since(before)
         # TRL reads each completion's last token. An empty one gets the end-of-sequence token, with a log-prob that TRL
         # treats as unknown.
@@ -455,6 +454,18 @@ class SparseVLLMGeneration(VLLMGeneration):
                 seq_logprobs.append([None])
                 seq_token_ids.append(ids[:])
         return prompt_ids, completion_ids, logprobs, token_ids
+
+    def _prepare_batch(self, prompts: list[list[int]]) -> None:
+        """Tell the engine what to probe of the batch that comes next."""
+        self.llm.probe_rows = self.probe_rows or RolloutLLM.probe_rows
+
+    def _local_probes(self, num_rows: int) -> list[RolloutProbe]:
+        """Probes of this process's rows of the last batch, of which it has `num_rows`."""
+        offset = 0
+        if self.tensor_parallel_size > 1:  # the engine saw the prompts of the whole group
+            offset = torch.distributed.get_rank(group=self.tp_group) * num_rows
+        local = range(offset, offset + num_rows)
+        return [replace(probe, row=row - offset) for row, probe in self.llm.probes.items() if row in local]
 
     def _iter_named_params(self):
         """The policy's parameters, adapters merged in float32 copies so that no weight of it is ever rounded."""
@@ -484,6 +495,12 @@ class SparseVLLMGeneration(VLLMGeneration):
 
     def sync_weights(self):
         """Send the policy's weights to the engine."""
+        self._send_weights()
+        self.num_syncs += 1
+        self._weights_unchecked = True
+        self._sent_adapter = self._wanted_adapter
+
+    def _send_weights(self) -> None:
         if current_platform.is_cpu():
             from . import vllm_backend
 
@@ -491,15 +508,12 @@ class SparseVLLMGeneration(VLLMGeneration):
             self.llm.reset_prefix_cache()
         else:
             super().sync_weights()
-        self.num_syncs += 1
-        self._weights_unchecked = True
-        self._sent_adapter = self._wanted_adapter
 
-    def _check_weights_if_due(self, prompts: list[dict]) -> None:
+    def _check_weights_if_due(self, prompts: list[list[int]]) -> None:
         interval = self.weight_sync_check_interval
         due = interval and (self.num_syncs <= 3 or self.num_syncs % interval == 0)
         if self._weights_unchecked and due:
-            self.check_weights([prompt["prompt_token_ids"] for prompt in prompts])
+            self.check_weights(prompts)
         self._weights_unchecked = False
 
     @torch.no_grad()
@@ -519,21 +533,20 @@ class SparseVLLMGeneration(VLLMGeneration):
         prompts = [ids[:WEIGHT_SYNC_CHECK_TOKENS] for ids in prompts if len(ids) > 1][:WEIGHT_SYNC_CHECK_PROMPTS]
         if not prompts:
             return 0.0
-        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
-        outputs = LLM.generate(self.llm, [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        outputs = self._prompt_logprobs(prompts)
         differences = []
         # Dropout must be off, and a policy may keep some of its modules in evaluation mode.
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            for ids, output in zip(prompts, outputs, strict=True):
+            for ids, logprobs in zip(prompts, outputs, strict=True):
                 input_ids = torch.tensor([ids], device=self.accelerator.device)
                 # Prompts are dense on both sides, but the engine has the adapter in its weights.
                 adapter = nullcontext() if self._sent_adapter is None else self._sent_adapter.active()
                 with self.accelerator.autocast(), adapter:
                     logits = self.model(input_ids=input_ids, use_cache=False).logits[0, :-1]
                 policy = logits.float().log_softmax(-1).gather(-1, input_ids[0, 1:, None]).squeeze(-1)
-                engine = torch.tensor(output.prompt_logprobs.logprobs, device=policy.device)
+                engine = torch.tensor(logprobs, device=policy.device)
                 differences.append((engine - policy).abs())
         finally:
             for module in training:
@@ -549,3 +562,9 @@ class SparseVLLMGeneration(VLLMGeneration):
                 "engine's weights."
             )
         return difference
+
+    def _prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Log-probs of each prompt's tokens after the first, under the engine's weights."""
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
+        outputs = LLM.generate(self.llm, [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [output.prompt_logprobs.logprobs for output in outputs]

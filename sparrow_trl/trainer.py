@@ -215,8 +215,14 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         # Step and number of synchronisations at the last rollouts.
         self._synchronised = -1, -1
 
+        if args.vllm_mode == "server" and engine is not None:
+            raise ValueError("engine is given, and vllm_mode='server' says that a server generates. Give one of them.")
+
         def build_generation(**generation_kwargs):
-            return SparseVLLMGeneration(
+            generation_class = SparseVLLMGeneration
+            if args.vllm_mode == "server":
+                from .rollout_server import ServerSparseVLLMGeneration as generation_class
+            return generation_class(
                 schedule=schedule,
                 block_size=args.vllm_block_size,
                 engine_kwargs=args.vllm_engine_kwargs,

@@ -36,6 +36,9 @@ from .schedule import SparsityScheduleConfig
 
 ADDITIONAL_CONFIG_KEY = "sparrow_schedule"
 
+# What a GPU engine's KV cache and captured graphs are laid out for.
+LAYOUT_FIELDS = ("page_size", "page_score", "landmarks_per_page", "landmark_dtype")
+
 _STATES: "weakref.WeakValueDictionary[str, SparseRolloutState]" = weakref.WeakValueDictionary()
 # Key of the engine whose layers were built last: vLLM asks a backend for KV cache specs without naming the engine.
 _newest_engine = None
@@ -99,8 +102,7 @@ class SparseRolloutState:
                 f"{schedule.page_size}."
             )
         if self.layout_is_fixed:
-            fixed = ("page_size", "page_score", "landmarks_per_page", "landmark_dtype")
-            changed = [name for name in fixed if getattr(schedule, name) != getattr(self.schedule, name)]
+            changed = [name for name in LAYOUT_FIELDS if getattr(schedule, name) != getattr(self.schedule, name)]
             if changed:
                 raise ValueError(
                     f"{', '.join(changed)} cannot change in a running engine, whose KV cache and captured graphs are "

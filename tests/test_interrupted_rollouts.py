@@ -40,7 +40,7 @@ def test_the_next_rollout_gets_its_own_completions(generation, after_steps):
     prompts = PROMPTS[:2]
     outputs = generation.generate(prompts, None, num_generations=1)
     assert [len(values) for values in outputs] == [2, 2, 2, 2]
-    assert [prompt["prompt_token_ids"] for prompt in asked] == prompts
+    assert asked == prompts
     pool = generation.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM keeps one for padding
 

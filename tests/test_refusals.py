@@ -167,7 +167,6 @@ def test_a_page_that_does_not_divide_the_block_that_vllm_chose(build_generation,
     ("args", "words"),
     [
         ({"use_vllm": False}, ("use_vllm", "GRPOTrainer")),
-        ({"vllm_mode": "server"}, ("vllm_mode='server'", "vllm_mode='colocate'")),
         ({"vllm_model_impl": "transformers"}, ("vllm_model_impl='transformers'", "vllm_model_impl='vllm'")),
         *(
             ({"vllm_importance_sampling_mode": mode}, (mode, "token_truncate"))

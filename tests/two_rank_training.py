@@ -1,7 +1,7 @@
 """
-Two steps of training with one engine per rank; each rank writes what it saw.
+Two steps of training with one engine per rank, or one server for both; each rank writes what it saw.
 
-    ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 two_rank_training.py MODEL OUTPUT_DIR
+    ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 two_rank_training.py MODEL OUTPUT_DIR [SERVER_URL]
 """
 
 import json
@@ -14,11 +14,17 @@ from sparrow_trl import SparsityScheduleConfig
 
 
 def main():
-    model, output_dir = sys.argv[1:]
+    model, output_dir, *urls = sys.argv[1:]
+    server = {}
+    if urls:
+        server = {"vllm_mode": "server", "vllm_server_base_url": urls[0], "vllm_engine_kwargs": None}
+        server |= {"vllm_block_size": None, "vllm_max_model_length": None}
     trainer = RecordingTrainer(
         model,
         share_of_small_letters,
-        make_config(output_dir, max_steps=2, gradient_accumulation_steps=1, save_strategy="steps", save_steps=2),
+        make_config(
+            output_dir, max_steps=2, gradient_accumulation_steps=1, save_strategy="steps", save_steps=2, **server
+        ),
         train_dataset=make_dataset(16),
         schedule=SparsityScheduleConfig(top_k_pages=[1, 2, 3], bin_tokens=64, dense_layers=[0]),
     )

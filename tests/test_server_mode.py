@@ -1,0 +1,247 @@
+"""Sparse rollouts from a `vllm serve` process in TRL's server mode."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from server_process import ServerProcess
+from test_trainer import OTHER_SCHEDULE, SCHEDULE
+from tiny_training import RecordingTrainer, make_config, make_dataset, share_of_small_letters
+
+from sparrow_trl import SparsityScheduleConfig
+from sparrow_trl.cli_serve import serve_command
+from sparrow_trl.rollout_server import NOT_FINITE, SparseVLLMClient, check_server, read_completion
+from sparrow_trl.vllm_worker_extension import WORKER_EXTENSION
+
+
+OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--block-size", "32"]
+OPTIONS += ["--kv-cache-memory-bytes", str(2**26), "--max-num-seqs", "16"]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_qwen3, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    SCHEDULE.save_pretrained(folder)
+    server = ServerProcess(tiny_qwen3, str(folder), folder / "server.log", *OPTIONS)
+    server.wait()
+    yield server
+    server.stop()
+
+
+def server_config(folder, server, **kwargs):
+    kwargs = {"vllm_engine_kwargs": None, "vllm_block_size": None, "vllm_max_model_length": None, **kwargs}
+    return make_config(folder, vllm_mode="server", vllm_server_base_url=server.url, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def trained(server, tiny_qwen3, tmp_path_factory):
+    """Two steps with a change of schedule between them, and an evaluation."""
+    config = server_config(tmp_path_factory.mktemp("trained"), server, max_steps=2, learning_rate=1e-2)
+    trainer = RecordingTrainer(
+        tiny_qwen3,
+        share_of_small_letters,
+        config,
+        train_dataset=make_dataset(16),
+        eval_dataset=make_dataset(4, seed=1),
+        schedule=SCHEDULE,
+    )
+    trainer.train()
+    trainer.schedule = OTHER_SCHEDULE
+    trainer.args.max_steps = 3
+    trainer.train(resume_from_checkpoint=None)
+    trainer.evaluate()
+    return trainer
+
+
+def test_the_engine_in_the_server_computes_what_the_policy_does(trained):
+    """Parity over HTTP: after real updates, under both schedules, and densely in the evaluation."""
+    schedules = [rollout.schedule for rollout in trained.rollouts if rollout.mode == "train"]
+    assert SCHEDULE in schedules and OTHER_SCHEDULE in schedules
+    for rollout in trained.rollouts:
+        distributions = rollout.dense if rollout.mode == "eval" else rollout.sparse
+        for engine, policy, ids in zip(rollout.logprobs, distributions, rollout.completions, strict=True):
+            expected = policy.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+            assert (torch.tensor(engine) - expected).abs().max() < 1e-3
+
+
+def test_rollouts_are_sparse_and_evaluations_dense(trained):
+    for rollout in trained.rollouts:
+        counters = rollout.counters
+        if rollout.mode == "eval":
+            assert counters.sparse_tokens == 0
+        else:
+            assert 0 < counters.kept_pages < counters.cached_pages
+            # The first token of a completion comes from its prompt.
+            assert counters.sparse_tokens == sum(len(ids) - 1 for ids in rollout.completions)
+            assert counters.unattributed_tokens == 0
+
+
+def test_probes_are_the_rows_they_say(trained):
+    probed = 0
+    for rollout in trained.rollouts:
+        for probe in rollout.probes:
+            probed += 1
+            completion = rollout.completions[probe.row]
+            assert probe.sampled_ids.tolist() == list(completion)
+            assert probe.prompt_length == len(rollout.prompts[probe.row])
+            policy = rollout.sparse[probe.row]
+            assert probe.sampled_logprobs.tolist() == pytest.approx(rollout.logprobs[probe.row])
+            top = policy.topk(probe.token_ids.size(1))
+            assert (probe.logprobs - top.values).abs().max() < 1e-3
+            assert (policy.gather(1, probe.token_ids) - probe.logprobs).abs().max() < 1e-3
+    assert probed
+    assert all("acceptance/mean" in log for log in trained.state.log_history if "reward" in log)
+
+
+def test_a_synchronisation_that_does_not_arrive_is_noticed(trained, monkeypatch):
+    generation = trained.vllm_generation
+    with torch.no_grad():
+        for parameter in trained.model.parameters():
+            parameter.mul_(1.5)
+    monkeypatch.setattr(generation.vllm_client, "update_named_params", lambda metadata, params: list(params))
+    generation.sync_weights()
+    with pytest.raises(RuntimeError, match="engine's log-probs differ from the policy's"):
+        generation.check_weights([[5, 9, 12, 30, 7, 21]])
+
+
+def test_a_worker_that_fails_says_why(trained):
+    client = trained.vllm_generation.vllm_client
+    with pytest.raises(RuntimeError, match="sparrow_load_weights.*No such file"):
+        client.call_workers("sparrow_load_weights", "/nowhere/weights.safetensors")
+    with pytest.raises(RuntimeError, match="page_size 64 does not divide the engine's KV block of 32"):
+        trained.schedule = SparsityScheduleConfig(top_k_pages=[1], page_size=64, bin_tokens=64)
+    assert trained.schedule == OTHER_SCHEDULE
+
+
+def test_two_processes_get_their_own_rows(server, tiny_qwen3, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(Path(__file__).with_name("two_rank_training.py")), tiny_qwen3, str(tmp_path), server.url]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert first["num_processes"] == 2
+    assert first["completions"] != second["completions"]
+    # The rows of all processes are probed in one draw, and each measures its own.
+    assert sum(map(sum, (first["probed_tokens"], second["probed_tokens"]))) > 0
+    # The main process alone reads the server's counters.
+    assert all(kept > 0 for kept in first["kept_pages"]) and not any(second["kept_pages"])
+    assert first["engine_difference"] < 1e-3 and second["engine_difference"] < 1e-3
+    assert first["weights_sum"] == pytest.approx(second["weights_sum"])
+
+
+# What is refused
+
+
+@pytest.fixture(scope="module")
+def server_info(server):
+    return SparseVLLMClient(base_url=server.url).get_server_info()
+
+
+def changed(info, section, **values):
+    return {**info, section: {**info[section], **values}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda info: {**info, "additional_config": {}}, ("no sparsity schedule", "sparrow-trl serve")),
+        (lambda info: changed(info, "parallel_config", worker_extension_cls=""), ("extension ''", WORKER_EXTENSION)),
+        (lambda info: changed(info, "parallel_config", data_parallel_size=2), ("2 engines", "--tensor-parallel-size")),
+        (lambda info: changed(info, "cache_config", block_size=24), ("24 tokens", "--block-size")),
+        (lambda info: changed(info, "model_config", dtype="torch.bfloat16"), ("torch.bfloat16", "--dtype float32")),
+        (
+            lambda info: changed(info, "model_config", logprobs_mode="raw_logprobs"),
+            ("raw_logprobs", "--logprobs-mode"),
+        ),
+        (lambda info: changed(info, "model_config", max_logprobs=5), ("at most 5", "--max-logprobs 20")),
+    ],
+)
+def test_servers_that_cannot_serve(server_info, change, words):
+    check_server(server_info, SCHEDULE, torch.float32, 20, "URL")
+    with pytest.raises(ValueError) as error:
+        check_server(change(server_info), SCHEDULE, torch.float32, 20, "URL")
+    assert "URL" in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_another_page_structure(server_info):
+    other = SparsityScheduleConfig(top_k_pages=[1], page_size=32, bin_tokens=64)
+    with pytest.raises(ValueError, match="page_size 16 and not 32"):
+        check_server(server_info, other, torch.float32, 20, "URL")
+
+
+def test_a_schedule_of_other_budgets_is_the_trainers(server_info):
+    check_server(server_info, OTHER_SCHEDULE, torch.float32, 20, "URL")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option"),
+    [
+        ("vllm_engine_kwargs", {"max_num_seqs": 4}, "its own options"),
+        ("vllm_block_size", 32, "--block-size"),
+        ("vllm_tensor_parallel_size", 2, "--tensor-parallel-size"),
+        ("vllm_max_model_length", 256, "--max-model-len"),
+        ("vllm_enable_sleep_mode", True, "a GPU of its own"),
+    ],
+)
+def test_settings_of_an_engine_in_the_trainer(tmp_path, name, value, option):
+    others = {"vllm_engine_kwargs": None, "vllm_block_size": None, "vllm_max_model_length": None}
+    with pytest.raises(ValueError, match=f"{name}=.*{option}"):
+        make_config(tmp_path, vllm_mode="server", **{**others, name: value})
+
+
+def test_an_engine_and_a_server(tiny_qwen3, tmp_path):
+    config = make_config(
+        tmp_path, vllm_mode="server", vllm_engine_kwargs=None, vllm_block_size=None, vllm_max_model_length=None
+    )
+    with pytest.raises(ValueError, match="engine is given"):
+        RecordingTrainer(
+            tiny_qwen3,
+            share_of_small_letters,
+            config,
+            train_dataset=make_dataset(4),
+            schedule=SCHEDULE,
+            engine=object(),
+        )
+
+
+# Pieces
+
+
+def test_the_sampled_token_is_found_whatever_its_rank():
+    completion, sampled, probe = read_completion(
+        [7, 3], [[-0.5, -1.5, -9.0], [-0.1, -2.5]], [[4, 5, 7], [3, 9]], top_k=2, row=4, prompt_length=11
+    )
+    assert completion == [7, 3] and sampled == [-9.0, -0.1]
+    assert probe.token_ids.tolist() == [[4, 5], [3, 9]]
+    assert probe.row == 4 and probe.prompt_length == 11 and probe.sampled_logprobs.tolist() == pytest.approx(sampled)
+
+
+@pytest.mark.parametrize("logprob", [None, NOT_FINITE, float("nan")])
+def test_a_broken_log_prob_names_its_token(logprob):
+    with pytest.raises(RuntimeError, match="token 7 at position 1 of completion 2"):
+        read_completion([3, 7], [[-0.1], [logprob]], [[3], [7]], top_k=0, row=2, prompt_length=5)
+
+
+def test_an_empty_completion():
+    assert read_completion([], [], [], top_k=0, row=0, prompt_length=3) == ([], [], None)
+    assert read_completion([], [], [], top_k=4, row=0, prompt_length=3)[2].token_ids.shape == (0, 4)
+
+
+def test_the_command_line():
+    command = serve_command("model", SCHEDULE, ["--port", "9000", "--max-logprobs", "40"])
+    config = json.loads(command[command.index("--additional-config") + 1])
+    assert SparsityScheduleConfig.from_dict(config["sparrow_schedule"]) == SCHEDULE
+    assert command[-4:] == ["--port", "9000", "--max-logprobs", "40"] and "processed_logprobs" in command
+
+
+@pytest.mark.parametrize("option", ["--additional-config", "--worker_extension_cls=x", "--attention-backend"])
+def test_options_that_are_decided(option):
+    with pytest.raises(ValueError, match="cannot be given"):
+        serve_command("model", SCHEDULE, [option])
