@@ -8,7 +8,7 @@ READY := .venv/ready-$(DEVICE)
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels test-gpu quality style docs clean
+.PHONY: help setup demo test test-kernels test-gpu quality style kernel docs clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ quality: setup  ## Check lint and format.
 style: setup  ## Fix lint and format.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+kernel: setup  ## Lay the kernels out as the Kernel Hub has them, into kernels/build/.
+	$(BIN)/python scripts/build_kernel.py
 
 docs: setup  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
