@@ -17,6 +17,8 @@ from sparrow_trl.tables import Table
 COLLAPSED = 0.5
 # Steps that a point of a curve is the mean of.
 SMOOTHING = 5
+# Lowest gradient norm in the picture.
+GRADIENT_FLOOR = 1e-4
 
 PANELS = (
     ("reward", "reward"),
@@ -148,6 +150,7 @@ def draw_curves(runs: dict[str, list[dict]]):
         axis.grid(alpha=0.3)
         if key == "grad_norm":
             axis.set_yscale("log")
+            axis.set_ylim(bottom=GRADIENT_FLOOR)  # where no completion teaches anything it is 0
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return figure
 

@@ -7,9 +7,11 @@ by behaviour where that is cheap, and says which module of this package has to f
 
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import math
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
@@ -41,7 +44,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from sparrow_trl import SparsityScheduleConfig, config, rollout, vllm_plugin
+from sparrow_trl import SparsityScheduleConfig, cli_serve, config, rollout, vllm_plugin
 from sparrow_trl.rollout import swapped
 from sparrow_trl.versions import installed_version
 
@@ -519,6 +522,75 @@ def test_adapters_merge_into_a_copy(lora_policy):
 def test_prompt_learning_says_so(lora_policy):
     assert PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=1).is_prompt_learning
     assert lora_policy.active_peft_config.is_prompt_learning is False, broken("peft", "rollout", "is_prompt_learning")
+
+
+# TRL and vLLM: server mode
+
+
+class RecordingClient:
+    """Stands in for TRL's client, and remembers how it was called."""
+
+    def __init__(self, **kwargs):
+        self.init_kwargs, self.calls = kwargs, []
+
+    def init_communicator(self, device):
+        self.calls.append(("init_communicator", device))
+
+    def generate(self, **kwargs):
+        self.calls.append(("generate", kwargs))
+        rows = len(kwargs["prompts"]) * kwargs["n"]
+        ids = {"prompt_ids": kwargs["prompts"], "completion_ids": [[7]] * rows}
+        return {**ids, "logprobs": [[[-1.5]]] * rows, "logprob_token_ids": [[[7]]] * rows}
+
+    def update_named_params(self, metadata, named_params):
+        self.calls.append(("update_named_params", metadata, [name for name, _ in named_params]))
+
+    def reset_prefix_cache(self):
+        self.calls.append(("reset_prefix_cache",))
+
+
+def test_trl_talks_to_a_server_through_the_name_vllmclient(policy, tiny_qwen3):
+    module = "rollout_server"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3)
+    with swapped(vllm_generation, "VLLMClient", RecordingClient):
+        generation = VLLMGeneration(policy, Accelerator(cpu=True), tokenizer, mode="server", temperature=0.7)
+    client = generation.vllm_client
+    assert isinstance(client, RecordingClient), broken("trl", module, "VLLMClient is not looked up in its module")
+    assert client.calls[0][0] == "init_communicator", broken("trl", module, "the communicator is not opened at once")
+    output = generation.generate([[3], [3], [4], [4]], None, 2)
+    kwargs = client.calls[1][1]
+    assert (kwargs["prompts"], kwargs["n"], kwargs["logprobs"]) == ([[3], [4]], 2, 0), broken(
+        "trl", module, "prompts reach the client otherwise than once each, with their number of completions"
+    )
+    assert output[1:] == ([[7]] * 4, [[[-1.5]]] * 4, [[[7]]] * 4), broken("trl", module, "completions come otherwise")
+    generation.sync_weights()
+    (_, metadata, names), reset = client.calls[2:]
+    assert [name for name, *_ in metadata] == names and reset == ("reset_prefix_cache",), broken(
+        "trl", module, "weights are announced otherwise than by name, dtype and shape, or the cache is not reset"
+    )
+
+
+def test_signatures_of_the_client():
+    module = "rollout_server"
+    connection = ["base_url", "host", "server_port", "group_port", "connection_timeout"]
+    check_parameters("trl", module, VLLMClient.__init__, connection)
+    check_parameters("trl", module, VLLMClient.init_communicator, ["device"])
+    check_parameters("trl", module, VLLMClient.update_named_params, ["metadata", "named_params"])
+    check_parameters("trl", module, VLLMClient._post, ["url", "kwargs"])
+    generate = list(inspect.signature(VLLMClient.generate).parameters)
+    assert generate[1:4] == ["prompts", "features", "n"], broken("trl", module, f"generate takes {generate}")
+
+
+def test_vllm_serves_by_these_modules():
+    for name in (cli_serve.VLLM_SERVE[0], "vllm.entrypoints.launchers.api_server.entry"):
+        source = Path(importlib.util.find_spec(name).origin).read_text()
+        assert 'if __name__ == "__main__":' in source, broken("vllm", "cli_serve", f"{name} is no program any more")
+    from vllm.entrypoints.serve.dev.rpc import api_router
+
+    source = inspect.getsource(api_router.collective_rpc)
+    assert "isinstance(result, dict | list)" in source, broken(
+        "vllm", "vllm_worker_extension", "/collective_rpc may not hand dictionaries back as they are"
+    )
 
 
 # vLLM: plug-ins and backends
