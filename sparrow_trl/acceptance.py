@@ -325,6 +325,7 @@ class AcceptanceTracker:
 
     Attributes:
         step_rates (`dict[int, numpy.ndarray]`): Rates (lower bounds) of the last step that ended, by index of the bin.
+        step_upper_rates (`dict[int, numpy.ndarray]`): Their upper bounds.
 
     Example:
 
@@ -349,6 +350,7 @@ class AcceptanceTracker:
         self._pending: list[torch.Tensor] = []
         self._histograms: dict[int, _Histogram] = {}
         self.step_rates: dict[int, np.ndarray] = {}
+        self.step_upper_rates: dict[int, np.ndarray] = {}
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
         """
@@ -410,11 +412,11 @@ class AcceptanceTracker:
             tokens = tokens[tokens[:, 2] >= 0]
         lower, upper, bins = tokens.double().numpy().T
         statistics = []
-        self.step_rates = {}
+        self.step_rates, self.step_upper_rates = {}, {}
         for index in np.unique(bins).astype(int).tolist():
             selected = bins == index
             alpha, gap = lower[selected], (upper - lower)[selected].clip(min=0)
-            self.step_rates[index] = alpha
+            self.step_rates[index], self.step_upper_rates[index] = alpha, alpha + gap
             self._histograms.setdefault(index, _Histogram()).add(alpha, gap)
             statistics.append(
                 BinStatistics(

@@ -21,7 +21,7 @@ class RolloutSignals:
 
     Args:
         tail (`float`, *optional*):
-            Lowest tail acceptance of the bins with enough tokens.
+            Lowest tail acceptance of the bins with enough tokens, by the rates' upper bounds.
         kl (`float`, *optional*):
             KL divergence of the sparse sampler from the dense policy, per token.
         length (`float`, *optional*):
@@ -89,7 +89,7 @@ class BreakDetector:
         """
         limits, reasons = self.limits, []
         if signals.tail is not None and signals.tail < limits.tail_floor:
-            reasons.append(f"the tail acceptance is {signals.tail:.3f}, below {limits.tail_floor:.3f}")
+            reasons.append(f"the tail acceptance is at most {signals.tail:.3f}, below {limits.tail_floor:.3f}")
         level = self._level("kl")
         if signals.kl is not None and signals.kl > limits.kl_limit:
             if level is None or signals.kl > limits.kl_factor * level:

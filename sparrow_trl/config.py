@@ -120,7 +120,9 @@ class SparseRolloutGRPOConfig(GRPOConfig):
     )
     vllm_engine_kwargs: dict | str | None = field(
         default=None,
-        metadata={"help": "Further keyword arguments of the `vllm.LLM` that generates the rollouts."},
+        metadata={
+            "help": "Further keyword arguments of the `vllm.LLM` that generates the rollouts, in colocate mode."
+        },
     )
 
     # Parameters that control the acceptance measurement

@@ -331,8 +331,11 @@ class ScheduleGuardCallback(TrainerCallback):
             return value if value is not None and math.isfinite(value) else None
 
         rates = dict(trainer.acceptance.step_rates)
+        # Budgets go by the lower bounds, but where many tokens are possible those are low even if all pages are kept:
+        # only what the upper bounds leave no doubt about is a break.
+        certain = trainer.acceptance.step_upper_rates.values()
         # Where no bin has enough tokens by itself, all of them together may.
-        groups = [*rates.values(), np.concatenate([np.empty(0), *rates.values()])]
+        groups = [*certain, np.concatenate([np.empty(0), *certain])]
         quantile = trainer.schedule.tail_quantile
         tails = [float(np.quantile(group, quantile)) for group in groups if len(group) >= self._step_tokens]
         signals = RolloutSignals(

@@ -117,7 +117,12 @@ class RolloutLLM(LLM):
 
     @staticmethod
     def before_generate(prompts: list[list[int]]) -> None:
-        """Called with the token ids of a call's prompts before they are sent; the owner sets another one."""
+        """
+        Called before the prompts of a call are sent; does nothing, until the owner sets another.
+
+        Args:
+            prompts (`list[list[int]]`): Their token ids.
+        """
 
     def generate(self, prompts, sampling_params, **kwargs):
         self.before_generate([prompt["prompt_token_ids"] for prompt in prompts])
@@ -324,6 +329,11 @@ class SparseVLLMGeneration(VLLMGeneration):
     def schedule(self) -> SparsityScheduleConfig:
         """[`SparsityScheduleConfig`]: The schedule in use."""
         return self.state.schedule
+
+    @property
+    def num_sharing(self) -> int:
+        """`int`: Processes whose prompts are in one batch of the engine."""
+        return self.tensor_parallel_size
 
     @property
     def max_context_tokens(self) -> int:

@@ -111,10 +111,14 @@ class SparseVLLMClient(VLLMClient):
         probe_rows (callable): Maps the number of completions of the next call to the rows to probe.
         probe_top_k (`int`): Most likely tokens per position of a probed sequence.
         probes (`dict[int, RolloutProbe]`): Probes of the last call, by row.
+        dtype (`torch.dtype`): What the server computes in.
+        max_model_len (`int`): Longest context that it takes, in tokens.
     """
 
     probe_top_k = 0
     probes = {}
+    dtype = torch.float32
+    max_model_len = None
 
     @staticmethod
     def probe_rows(num_rows: int) -> list[int]:
@@ -135,9 +139,17 @@ class SparseVLLMClient(VLLMClient):
         return results
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        # Without a GPU there is no NCCL: weights go through a file.
-        if torch.device(device).type != "cpu":
-            super().init_communicator(device)
+        if torch.device(device).type == "cpu":  # no NCCL without a GPU
+            return
+        super().init_communicator(device)
+        workers = self.call_workers("sparrow_transfer")
+        if self.communicator.disabled or not all(worker["connected"] for worker in workers):
+            # Broadcasts would do nothing, and the server's weights would become zeros.
+            self.communicator = None
+            logger.warning(
+                "vLLM has found no NCCL library (libnccl.so.2), so weights go to the server through a file, which it "
+                "must be able to read. Set VLLM_NCCL_SO_PATH for the trainer and the server to send them by NCCL."
+            )
 
     def update_named_params(self, metadata, named_params) -> None:
         if self.communicator is not None:
@@ -145,7 +157,8 @@ class SparseVLLMClient(VLLMClient):
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "weights.safetensors")
-            save_file({name: weights.contiguous() for name, weights in named_params}, path)
+            weights = {name: weight.to("cpu", self.dtype).contiguous() for name, weight in named_params}
+            save_file(weights, path)
             self.call_workers("sparrow_load_weights", str(path))
 
     def reset_prefix_cache(self) -> None:
@@ -177,13 +190,14 @@ class SparseVLLMClient(VLLMClient):
         """
         As TRL's, with the sampled token's log-prob alone at each position, and `probes` filled.
 
-        Completions of a prompt are exchangeable, so its first ones are probed, as many as rows of it were chosen. They
-        are asked for apart from the others, since the number of log-probs is a request's.
+        Completions of a prompt that are probed are asked for apart from the others, since the number of log-probs is a
+        request's. Which completion of a prompt becomes which row does not matter, so they take the rows chosen.
         """
-        chosen = Counter(row // n for row in self.probe_rows(len(prompts) * n))
+        chosen = set(self.probe_rows(len(prompts) * n))
+        counts = Counter(row // n for row in chosen)
         groups: dict[tuple[int, int], list[int]] = {}
         for prompt in range(len(prompts)):
-            for count, top_k in ((chosen[prompt], self.probe_top_k), (n - chosen[prompt], 0)):
+            for count, top_k in ((counts[prompt], self.probe_top_k), (n - counts[prompt], 0)):
                 if count:
                     groups.setdefault((count, top_k), []).append(prompt)
 
@@ -197,26 +211,23 @@ class SparseVLLMClient(VLLMClient):
             outputs = {key: future.result() for key, future in futures.items()}
 
         self.probes = {}
-        rows = [[] for _ in prompts]
         prompt_ids = [None for _ in prompts]
-        # Probed completions come first, whichever group they were asked for in.
-        for (count, top_k), members in sorted(groups.items(), key=lambda item: item[0][1] == 0):
+        rows = [None] * (len(prompts) * n)
+        for (count, top_k), members in groups.items():
             output = outputs[count, top_k]
             for index, prompt in enumerate(members):
                 prompt_ids[prompt] = output["prompt_ids"][index]
-                for column in range(index * count, (index + 1) * count):
+                own_rows = [row for row in range(prompt * n, (prompt + 1) * n) if (row in chosen) == bool(top_k)]
+                for row, column in zip(own_rows, range(index * count, (index + 1) * count), strict=True):
                     fields = (output[name][column] for name in ("completion_ids", "logprobs", "logprob_token_ids"))
-                    row = prompt * n + len(rows[prompt])
-                    completion, logprobs, probe = read_completion(*fields, top_k, row, len(prompt_ids[prompt]))
-                    rows[prompt].append((completion, logprobs))
-                    if probe is not None:
-                        self.probes[row] = probe
-        flat = [row for prompt in rows for row in prompt]
+                    rows[row] = read_completion(*fields, top_k, row, len(prompt_ids[prompt]))
+                    if top_k:
+                        self.probes[row] = rows[row][2]
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [completion for completion, _ in flat],
-            "logprobs": [[[logprob] for logprob in logprobs] for _, logprobs in flat],
-            "logprob_token_ids": [[[token] for token in completion] for completion, _ in flat],
+            "completion_ids": [completion for completion, *_ in rows],
+            "logprobs": [[[logprob] for logprob in logprobs] for _, logprobs, _ in rows],
+            "logprob_token_ids": [[[token] for token in completion] for completion, *_ in rows],
         }
 
 
@@ -323,7 +334,8 @@ class ServerSparseVLLMGeneration(SparseVLLMGeneration):
             info = client.get_server_info()
             top_k = min(self._probe_top_k, self.model.config.vocab_size)
             check_server(info, self._initial_schedule, self.engine_dtype, top_k, url)
-            client.probe_top_k, client.max_model_len = top_k, info["model_config"]["max_model_len"]
+            client.probe_top_k, client.dtype = top_k, self.engine_dtype
+            client.max_model_len = info["model_config"]["max_model_len"]
             return client
 
         self.vllm_client = None
@@ -335,6 +347,10 @@ class ServerSparseVLLMGeneration(SparseVLLMGeneration):
         """What `make` gives in the main process, in all of them."""
         values = [make() if self.vllm_client is not None else None]
         return broadcast_object_list(values, from_process=0)[0]
+
+    @property
+    def num_sharing(self) -> int:
+        return self.accelerator.num_processes
 
     @property
     def max_context_tokens(self) -> int:

@@ -294,7 +294,10 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         self._synchronised = step, count
 
     def _choose_probe_rows(self, num_rows: int) -> list[int]:
-        """A random share of the engine's next batch to probe, the same on all ranks of a tensor-parallel group."""
+        """
+        A random share of the engine's next batch to probe, known to all processes whose rows are in it. Each has the
+        same number of them: scoring them gathers a sharded head, in which all processes must take part.
+        """
         args = self.args
         # TRL's `_step` starts again at 0 when training resumes.
         accumulation = args.gradient_accumulation_steps
@@ -303,8 +306,11 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         if not args.acceptance_probe_fraction or generation_batch % args.acceptance_probe_interval:
             return []
         generator = torch.Generator().manual_seed(args.seed + step)
-        num_probes = max(1, round(num_rows * args.acceptance_probe_fraction))
-        return sorted(torch.randperm(num_rows, generator=generator)[:num_probes].tolist())
+        own_rows = num_rows // self.vllm_generation.num_sharing
+        num_probes = max(1, round(own_rows * args.acceptance_probe_fraction))
+        starts = range(0, num_rows, own_rows)
+        chosen = [start + torch.randperm(own_rows, generator=generator)[:num_probes] for start in starts]
+        return sorted(torch.cat(chosen).tolist())
 
     def _log_kept_fraction(self, counters, mode: str):
         pages = torch.tensor([counters.kept_pages, counters.cached_pages], device=self.accelerator.device)

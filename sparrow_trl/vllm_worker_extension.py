@@ -60,10 +60,21 @@ class SparseRolloutWorkerExtension:
         return asdict(self._sparrow_state.counters)
 
     @_answering
+    def sparrow_transfer(self) -> dict[str, Any]:
+        """Whether NCCL connects this worker with the trainer. vLLM goes on in silence where it finds no library."""
+        return {"connected": not self.weight_transfer_engine.model_update_group.disabled}
+
+    @_answering
     def sparrow_load_weights(self, path: str) -> None:
-        """Load a safetensors file into a CPU engine."""
+        """Load a safetensors file into the engine."""
+        import torch
         from safetensors.torch import load_file
 
         from .vllm_backend import reload_packed_weights
 
-        reload_packed_weights(self, load_file(path).items())
+        weights = load_file(path, device=str(self.device)).items()
+        if self.device.type == "cpu":
+            reload_packed_weights(self, weights)
+        else:
+            with torch.no_grad():
+                self.model_runner.model.load_weights(weights)

@@ -254,12 +254,26 @@ def test_all_rollouts_of_a_step_count_and_what_is_not_finite_does_not(guarded):
     for reward, rates in ((0.5, {0: np.full(60, 0.9)}), (math.nan, {0: np.full(60, 0.2), 1: np.full(10, 0.4)})):
         trainer._metrics["train"]["reward"].append(reward)
         trainer._metrics["train"]["completions/mean_length"].append(100 * (1 + len(rates)))
-        trainer.acceptance.step_rates = rates
+        trainer.acceptance.step_rates = trainer.acceptance.step_upper_rates = rates
         for listener in trainer.rollout_listeners:
             listener()
     rates, signals = _joined(guard._rollouts)
     assert {index: len(values) for index, values in rates.items()} == {0: 120, 1: 10}
     assert signals == RolloutSignals(tail=pytest.approx(0.2), length=250.0, reward=0.5)
+
+
+def test_breaks_are_judged_by_the_upper_bounds_and_budgets_by_the_lower(guarded):
+    """Where many tokens are possible, the most likely ones bound a rate from below at 0.6 though nothing is sparse."""
+    guard = make_guard()
+    trainer = guarded(guard)
+    lower, upper = np.full(60, 0.6), np.full(60, 0.98)
+    trainer.acceptance.update(torch.from_numpy(lower), torch.from_numpy(upper), torch.full((60,), 40))
+    trainer.acceptance.end_step()
+    for listener in trainer.rollout_listeners:
+        listener()
+    rates, signals = _joined(guard._rollouts)
+    assert signals.tail == pytest.approx(0.98)
+    assert rates[0] == pytest.approx(lower)
 
 
 def test_dense_schedules_are_left_alone(guarded):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,22 @@ def test_a_worker_that_fails_says_why(trained):
     assert trained.schedule == OTHER_SCHEDULE
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(True, True), (True, False), (False, True), (False, False)])
+def test_weights_go_through_a_file_where_nccl_is_missing(trained, monkeypatch, caplog, ours, theirs):
+    """vLLM's broadcasts then do nothing, in either process and without a word."""
+    client = trained.vllm_generation.vllm_client
+
+    def connect(self, device):
+        self.communicator = SimpleNamespace(disabled=not ours)
+
+    monkeypatch.setattr("sparrow_trl.rollout_server.VLLMClient.init_communicator", connect)
+    monkeypatch.setattr(client, "call_workers", lambda method: [{"connected": True}, {"connected": theirs}])
+    monkeypatch.setattr(client, "communicator", None)
+    client.init_communicator("cuda:0")
+    assert (client.communicator is not None) == (ours and theirs)
+    assert ("VLLM_NCCL_SO_PATH" in caplog.text) == (not (ours and theirs))
+
+
 def test_two_processes_get_their_own_rows(server, tiny_qwen3, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(Path(__file__).with_name("two_rank_training.py")), tiny_qwen3, str(tmp_path), server.url]
@@ -126,8 +143,8 @@ def test_two_processes_get_their_own_rows(server, tiny_qwen3, tmp_path):
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first["num_processes"] == 2
     assert first["completions"] != second["completions"]
-    # The rows of all processes are probed in one draw, and each measures its own.
-    assert sum(map(sum, (first["probed_tokens"], second["probed_tokens"]))) > 0
+    # Each measures its own rows, and both have some: scoring them is collective where the head is sharded.
+    assert all(first["probed_tokens"]) and all(second["probed_tokens"])
     # The main process alone reads the server's counters.
     assert all(kept > 0 for kept in first["kept_pages"]) and not any(second["kept_pages"])
     assert first["engine_difference"] < 1e-3 and second["engine_difference"] < 1e-3
@@ -227,6 +244,36 @@ def test_the_sampled_token_is_found_whatever_its_rank():
 def test_a_broken_log_prob_names_its_token(logprob):
     with pytest.raises(RuntimeError, match="token 7 at position 1 of completion 2"):
         read_completion([3, 7], [[-0.1], [logprob]], [[3], [7]], top_k=0, row=2, prompt_length=5)
+
+
+class OneGroupAtATime(SparseVLLMClient):
+    """A client whose requests are answered here: each completion is its prompt's first token and a number."""
+
+    def __init__(self, rows):
+        self.probe_rows, self.probe_top_k, self.requests = (lambda num_rows: rows), 2, []
+
+
+def answer(client, prompts, features, n, logprobs):
+    client.requests.append((len(prompts), n, logprobs))
+    ids = [[prompt[0], 100 * logprobs + index] for prompt in prompts for index in range(n)]
+    top = [[[-0.1, -0.2, -3.0][: logprobs + 1]] * 2 for _ in ids]
+    names = [[[token, 8, 9][: logprobs + 1] for token in pair] for pair in ids]
+    return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": top, "logprob_token_ids": names}
+
+
+def test_probed_completions_take_the_rows_that_were_chosen(monkeypatch):
+    monkeypatch.setattr("sparrow_trl.rollout_server.VLLMClient.generate", answer)
+    client = OneGroupAtATime([1, 3, 6])
+    output = client.generate([[5], [6], [7]], n=3)
+    # Prompts of one probed completion and two others are asked for together.
+    assert sorted(client.requests) == [(3, 1, 2), (3, 2, 0)]
+    assert [ids[0] for ids in output["completion_ids"]] == [5, 5, 5, 6, 6, 6, 7, 7, 7]
+    assert sorted(client.probes) == [1, 3, 6]
+    for row, ids in enumerate(output["completion_ids"]):
+        assert (ids[1] >= 100) == (row in client.probes)
+        if row in client.probes:
+            assert client.probes[row].sampled_ids.tolist() == ids and client.probes[row].row == row
+    assert output["logprobs"] == [[[-0.1], [-0.1]]] * 9
 
 
 def test_an_empty_completion():
