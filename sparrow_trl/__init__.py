@@ -16,12 +16,15 @@ if TYPE_CHECKING:
         acceptance_table,
         calibration,
         callbacks,
+        code_runner,
         config,
         cost_model,
         distill,
         guard,
+        rewards,
         rollout,
         rollout_adapter,
+        sandbox,
         schedule,
         trainer,
     )
@@ -36,12 +39,15 @@ if TYPE_CHECKING:
     from .acceptance_table import AcceptanceTable
     from .calibration import calibrate, fit_schedule
     from .callbacks import TailAcceptanceCallback
+    from .code_runner import CodeTestResult, run_code_tests
     from .config import SparseRolloutGRPOConfig
     from .cost_model import predicted_speedup
     from .distill import DistillSparseCallback, DistillSparseConfig
     from .guard import ScheduleGuardCallback, ScheduleGuardConfig
+    from .rewards import SandboxedCodeReward, sandboxed_code_reward
     from .rollout import SparseVLLMGeneration
     from .rollout_adapter import RolloutAdapter
+    from .sandbox import SandboxConfig
     from .schedule import SparsityScheduleConfig, preset_names
     from .trainer import SparseRolloutGRPOTrainer
 
@@ -55,9 +61,12 @@ __all__ = [
     "__version__",
     "AcceptanceTable",
     "AcceptanceTracker",
+    "CodeTestResult",
     "DistillSparseCallback",
     "DistillSparseConfig",
     "RolloutAdapter",
+    "SandboxConfig",
+    "SandboxedCodeReward",
     "ScheduleGuardCallback",
     "ScheduleGuardConfig",
     "SparseRolloutGRPOConfig",
@@ -73,17 +82,22 @@ __all__ = [
     "gather_dense_logprobs",
     "predicted_speedup",
     "preset_names",
+    "run_code_tests",
+    "sandboxed_code_reward",
     "top_k_acceptance_bounds",
     "acceptance",
     "acceptance_table",
     "calibration",
     "callbacks",
+    "code_runner",
     "config",
     "cost_model",
     "distill",
     "guard",
+    "rewards",
     "rollout",
     "rollout_adapter",
+    "sandbox",
     "schedule",
     "trainer",
 ]
@@ -91,9 +105,12 @@ __all__ = [
 _MODULE_OF = {
     "AcceptanceTable": "acceptance_table",
     "AcceptanceTracker": "acceptance",
+    "CodeTestResult": "code_runner",
     "DistillSparseCallback": "distill",
     "DistillSparseConfig": "distill",
     "RolloutAdapter": "rollout_adapter",
+    "SandboxConfig": "sandbox",
+    "SandboxedCodeReward": "rewards",
     "ScheduleGuardCallback": "guard",
     "ScheduleGuardConfig": "guard",
     "SparseRolloutGRPOConfig": "config",
@@ -109,6 +126,8 @@ _MODULE_OF = {
     "gather_dense_logprobs": "acceptance",
     "predicted_speedup": "cost_model",
     "preset_names": "schedule",
+    "run_code_tests": "code_runner",
+    "sandboxed_code_reward": "rewards",
     "top_k_acceptance_bounds": "acceptance",
 }
 
