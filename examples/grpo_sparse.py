@@ -24,12 +24,18 @@ Qwen3-1.7B on a GPU with the paper's schedule:
 
 A dataset may also be a file: JSON Lines with the columns `prompt` and `solution`, or `question` and `answer` as in
 GSM8K (`--dataset_name openai/gsm8k --dataset_config main`).
+
+The paper's trainings are in `examples/recipes`, each with its launch commands for one GPU, one node and four nodes:
+
+    accelerate launch --config_file examples/accelerate/fsdp2_1node.yaml examples/grpo_sparse.py \
+        --config examples/recipes/qwen3-1.7b_polaris.yaml
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -39,14 +45,21 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from datasets import load_dataset  # noqa: E402
+from datasets import Dataset  # noqa: E402
 from scipy.stats import bootstrap  # noqa: E402
 from tiny_reasoner import task  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config  # noqa: E402
-from trl.rewards import accuracy_reward  # noqa: E402
+from trl.rewards import accuracy_reward, reasoning_accuracy_reward  # noqa: E402
 
 from sparrow_trl import SparseRolloutGRPOConfig, SparseRolloutGRPOTrainer  # noqa: E402
+from sparrow_trl.cli_eval import ANSWER_COLUMNS, INSTRUCTION, PROMPT_COLUMNS  # noqa: E402
+from sparrow_trl.code_tests import parse_tests  # noqa: E402
+from sparrow_trl.dataset_rows import choose_column, read_dataset  # noqa: E402
+from sparrow_trl.evaluation import boxed  # noqa: E402
+from sparrow_trl.rewards import sandboxed_code_reward  # noqa: E402
 from sparrow_trl.rollout import swapped  # noqa: E402
+from sparrow_trl.sequence_generation import encode_prompts  # noqa: E402
 from sparrow_trl.versions import installed_version  # noqa: E402
 
 
@@ -56,7 +69,7 @@ TINY_REASONER = Path(__file__).parent / "tiny_reasoner"
 @dataclass
 class SparseRolloutScriptArguments(ScriptArguments):
     """
-    Arguments of this script.
+    Arguments of the scripts that train on sparse rollouts.
 
     Args:
         dataset_name (`str`, *optional*, defaults to `"tiny_reasoner"`):
@@ -82,24 +95,133 @@ class SparseRolloutScriptArguments(ScriptArguments):
     )
 
 
-def load_math_problems(script_args: ScriptArguments):
+@dataclass
+class GRPOScriptArguments(SparseRolloutScriptArguments):
+    """
+    Arguments of this script.
+
+    Args:
+        reward (`str`, *optional*, defaults to `"math"`):
+            How completions are rewarded: `math` compares the answer with the dataset's; `reasoning` does so for
+            models that think first, and gives nothing for a completion that is still thinking at its end; `code` runs
+            the program against the dataset's tests (a column `tests`, or `input_output` as in TACO). The tiny
+            reasoner has a reward of its own.
+        max_prompt_length (`int`, *optional*):
+            Tokens of a prompt above which a problem is left out.
+        updates_per_generation (`int`, *optional*):
+            Updates from each generation batch. With it, `gradient_accumulation_steps` follows from
+            `generation_batch_size` and the number of processes, and need not be given.
+    """
+
+    reward: str = field(
+        default="math",
+        metadata={
+            "help": "How completions are rewarded: `math` compares the answer with the dataset's; `reasoning` does so "
+            "for models that think first, and gives nothing for a completion that is still thinking at its end; "
+            "`code` runs the program against the dataset's tests (a column `tests`, or `input_output` as in TACO). "
+            "The tiny reasoner has a reward of its own."
+        },
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Tokens of a prompt above which a problem is left out."}
+    )
+    updates_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "Updates from each generation batch. With it, `gradient_accumulation_steps` follows from "
+            "`generation_batch_size` and the number of processes, and need not be given."
+        },
+    )
+
+    def __post_init__(self):
+        if self.reward not in ("math", "reasoning", "code"):
+            raise ValueError(f"reward={self.reward!r} must be 'math', 'reasoning' or 'code'.")
+        for name in ("max_prompt_length", "updates_per_generation"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+
+
+def load_math_problems(script_args: ScriptArguments) -> Dataset:
     """The training split of a dataset of problems whose solutions `accuracy_reward` can check."""
-    if Path(script_args.dataset_name).is_file():
-        dataset = load_dataset("json", data_files=script_args.dataset_name, split="train")
-    else:
-        dataset = load_dataset(
-            script_args.dataset_name, script_args.dataset_config, split=script_args.dataset_train_split
-        )
-    if "question" not in dataset.column_names:
+    name = script_args.dataset_name
+    dataset = read_dataset(name, script_args.dataset_train_split, script_args.dataset_config, kind="math problems")
+    if not {"question", "problem"} & set(dataset.column_names):
         return dataset
+    question, answer = choose_column(dataset, name, PROMPT_COLUMNS), choose_column(dataset, name, ANSWER_COLUMNS)
 
     def ask(row):
-        text = f"{row['question']}\nReason step by step, and put the final answer within \\boxed{{}}."
-        # GSM8K writes the number it asks for behind its solution.
-        solution = row["answer"].rpartition("####")[2].strip().replace(",", "")
-        return {"prompt": [{"role": "user", "content": text}], "solution": f"\\boxed{{{solution}}}"}
+        solution = str(row[answer])
+        if "####" in solution:  # GSM8K writes the number it asks for behind its solution
+            solution = solution.rpartition("####")[2].strip().replace(",", "")
+        content = f"{row[question]}\n{INSTRUCTION}"
+        return {"prompt": [{"role": "user", "content": content}], "solution": boxed(solution)}
 
     return dataset.map(ask, remove_columns=dataset.column_names)
+
+
+def load_code_problems(script_args: ScriptArguments) -> Dataset:
+    """The training split of a dataset of programming problems, without those whose tests cannot be read."""
+    name = script_args.dataset_name
+    dataset = read_dataset(name, script_args.dataset_train_split, script_args.dataset_config, kind="code problems")
+    question = choose_column(dataset, name, PROMPT_COLUMNS)
+    tests = choose_column(dataset, name, ("tests", "input_output"))
+
+    def ask(row):
+        try:
+            parsed = parse_tests(row[tests])
+        except ValueError:  # such as none at all, which TACO has
+            return {"prompt": [], "tests": row[tests]}
+        starter = (row.get("starter_code") or "").strip("\n")
+        if starter:
+            wanted = f"Complete this Python code:\n```python\n{starter}\n```\nPut all of it"
+        elif parsed.style == "stdin":
+            wanted = "Write a Python program that reads standard input and writes standard output. Put it"
+        else:
+            wanted = f"Write a Python function{f' `{parsed.name}`' if parsed.name else ''}. Put it"
+        content = f"{row[question]}\n\n{wanted} in one ```python block."
+        return {"prompt": [{"role": "user", "content": content}], "tests": row[tests]}
+
+    dataset = dataset.map(ask, remove_columns=[column for column in dataset.column_names if column != "tests"])
+    return dataset.filter(bool, input_columns="prompt")
+
+
+def load_problems(script_args: GRPOScriptArguments, model_name: str) -> tuple[Dataset, Callable]:
+    """The problems whose prompts are not too long in the tokens of a model, and their reward."""
+    if script_args.reward == "code":
+        dataset, reward = load_code_problems(script_args), sandboxed_code_reward
+    else:
+        dataset = load_math_problems(script_args)
+        reward = accuracy_reward if script_args.reward == "math" else reasoning_accuracy_reward
+    limit = script_args.max_prompt_length
+    if limit is not None:
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+        dataset = dataset.filter(
+            lambda prompts: [len(ids) <= limit for ids in encode_prompts(tokenizer, prompts)],
+            input_columns="prompt",
+            batched=True,
+        )
+    if not len(dataset):
+        raise ValueError(
+            f"No problem of {script_args.dataset_name} is left: all have longer prompts than "
+            f"max_prompt_length={limit}, or no tests that can be read."
+        )
+    return dataset, reward
+
+
+def accumulate(script_args: GRPOScriptArguments, training_args: SparseRolloutGRPOConfig) -> None:
+    """Set the accumulation steps that make as many updates of a generation batch as are wanted."""
+    updates, steps = script_args.updates_per_generation, training_args.steps_per_generation
+    if updates is None:
+        return
+    if steps % updates:
+        raise ValueError(
+            f"updates_per_generation={updates} does not divide the {steps} forward passes of each process, which are "
+            f"generation_batch_size={training_args.generation_batch_size} over "
+            f"per_device_train_batch_size={training_args.per_device_train_batch_size} and the number of processes "
+            f"({training_args.world_size})."
+        )
+    training_args.gradient_accumulation_steps = steps // updates
 
 
 def greedy_rewards(trainer, tasks) -> np.ndarray:
@@ -169,6 +291,10 @@ def print_summary(summary: dict, output_dir: str) -> None:
     )
 
 
+def make_parser() -> TrlParser:
+    return TrlParser((GRPOScriptArguments, SparseRolloutGRPOConfig, ModelConfig))
+
+
 def main(script_args, training_args, model_args):
     started = time.time()
     on_tiny_reasoner = script_args.dataset_name == "tiny_reasoner"
@@ -177,10 +303,18 @@ def main(script_args, training_args, model_args):
         held_out = task.make_dataset("test", script_args.num_eval_tasks, seed=0)
         reward = task.accuracy_reward
     else:
-        train_dataset = load_math_problems(script_args)
-        reward = accuracy_reward
+        with training_args.main_process_first(desc="reading the problems"):
+            train_dataset, reward = load_problems(script_args, model_args.model_name_or_path)
+        if training_args.process_index == 0:
+            print(f"Training on {len(train_dataset)} problems")
+    accumulate(script_args, training_args)
     if training_args.model_init_kwargs is None and model_args.dtype not in (None, "auto"):
         training_args.model_init_kwargs = {"dtype": model_args.dtype}
+    if model_args.attn_implementation is not None:
+        training_args.model_init_kwargs = {
+            "attn_implementation": model_args.attn_implementation,
+            **(training_args.model_init_kwargs or {}),
+        }
 
     trainer = SparseRolloutGRPOTrainer(
         model=model_args.model_name_or_path,
@@ -207,7 +341,7 @@ def main(script_args, training_args, model_args):
 
 
 if __name__ == "__main__":
-    parser = TrlParser((SparseRolloutScriptArguments, SparseRolloutGRPOConfig, ModelConfig))
+    parser = make_parser()
     # vLLM's attention computes in float32 on the CPU only.
     demo = ["--config", str(TINY_REASONER / "demo.yaml"), "--bf16", str(torch.cuda.is_available())]
     main(*parser.parse_args_and_config(args=sys.argv[1:] or demo))
