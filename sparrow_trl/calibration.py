@@ -30,6 +30,7 @@ from .acceptance_sweep import (
 )
 from .acceptance_table import METHODS, AcceptanceTable
 from .pictures import save_figure
+from .published_files import TABLE_NAME
 from .rollout_sequences import SparseRollouts
 from .schedule import SparsityScheduleConfig
 from .schedule_report import draw_schedule
@@ -51,7 +52,6 @@ PAGE_COUNTS = (16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 44
 # The first two layers dense.
 PAPER_RECIPE = SparsityScheduleConfig(top_k_pages=[0])
 
-TABLE_NAME = "acceptance_table.json"
 TAIL_PICTURE_NAME = "tail_acceptance.png"
 SCHEDULE_PICTURE_NAME = "schedule.png"
 

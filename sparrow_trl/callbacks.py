@@ -106,12 +106,12 @@ class TailAcceptanceCallback(TrainerCallback):
         folder = checkpoint_to_write(args, state)
         if folder is None:
             return
-        try:
-            data = dump_json_object(self.tracker.state_dict(), STATISTICS_NAME, MAX_STATISTICS_BYTES)
-        except ValueError as error:
-            logger.warning(f"{folder} is saved without acceptance statistics: {error} Use wider bins (bin_tokens).")
-            return
-        write_atomically(folder / STATISTICS_NAME, data)
+        self._write_statistics(folder)
+
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if state.is_world_process_zero and self.tracker.bin_statistics():
+            self._write_statistics(Path(args.output_dir))
+            self._write_picture(args, state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if not state.is_world_process_zero:
@@ -121,10 +121,37 @@ class TailAcceptanceCallback(TrainerCallback):
             logger.warning("No acceptance rate was measured, so there is no acceptance report.")
             return
         print_acceptance_table(tracker, self.target)
-        figure = plot_acceptance(tracker, state.log_history, self.target)
+        self._write_picture(args, state)
+
+    def _write_statistics(self, folder: Path) -> None:
+        try:
+            data = dump_json_object(self.tracker.state_dict(), STATISTICS_NAME, MAX_STATISTICS_BYTES)
+        except ValueError as error:
+            logger.warning(f"{folder} is saved without acceptance statistics: {error} Use wider bins (bin_tokens).")
+            return
+        write_atomically(folder / STATISTICS_NAME, data)
+
+    def _write_picture(self, args: TrainingArguments, state: TrainerState) -> None:
+        figure = plot_acceptance(self.tracker, state.log_history, self.target)
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         save_figure(figure, folder / PICTURE_NAME)
+
+
+class HubFilesCallback(TrainerCallback):
+    """
+    Puts the schedule and a model card that is up to date into the output folder when it is about to be pushed. The
+    trainer adds it after the callbacks that put files of their own there.
+    """
+
+    def attach(self, trainer: "SparseRolloutGRPOTrainer") -> None:
+        """Called by the `trainer` that has this callback."""
+        self._trainer = trainer
+
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if state.is_world_process_zero:
+            self._trainer.schedule.save_pretrained(args.output_dir)
+            self._trainer.create_model_card(model_name=Path(self._trainer.hub_model_id or args.output_dir).name)
 
 
 def target_of(config, schedule: SparsityScheduleConfig) -> float:

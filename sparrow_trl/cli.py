@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .cli_hub import add_hub_commands
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plot(commands)
     _add_show(commands)
     _add_estimate(commands)
+    add_hub_commands(commands)
     return parser
 
 

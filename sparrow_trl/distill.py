@@ -29,6 +29,7 @@ from .distill_stages import StageController
 from .distill_step import DIVERGENCES, SAMPLED_DIVERGENCE, AdapterTrainer, Trajectories
 from .json_files import write_atomically
 from .number_checks import check_numbers
+from .published_files import ADAPTER_FOLDER
 from .rollout_adapter import RolloutAdapter
 from .schedule import SparsityScheduleConfig
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_FOLDER = "distill_sparse"
 STATE_NAME = "distill_state.pt"
 
 
@@ -289,6 +289,11 @@ class DistillSparseCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if state.is_world_process_zero:
             self.save_pretrained(Path(args.output_dir) / ADAPTER_FOLDER, base_model=args.output_dir)
+
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if state.is_world_process_zero:
+            base_model = self._trainer.hub_model_id or args.output_dir
+            self.save_pretrained(Path(args.output_dir) / ADAPTER_FOLDER, base_model=base_model)
 
     def save_pretrained(self, folder: str | Path, *, base_model: str | Path | None = None) -> None:
         """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import inf
 from numbers import Integral, Real
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -279,8 +280,14 @@ class ScheduleGuardCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         folder = checkpoint_to_write(args, state)
-        if folder is None:
-            return
+        if folder is not None:
+            self._write_state(folder)
+
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if state.is_world_process_zero:
+            self._write_state(Path(args.output_dir))
+
+    def _write_state(self, folder: Path) -> None:
         values = {
             "detector": self._detector.state_dict(),
             "searching": self._searching,

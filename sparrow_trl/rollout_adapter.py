@@ -299,8 +299,9 @@ class RolloutAdapter:
         """
         config = LoraConfig.from_pretrained(str(folder))
         base, own = config.base_model_name_or_path, model.name_or_path
-        # Folders may be moved or copied.
-        if base and own and Path(base).name != Path(own).name:
+        # Folders may be moved or copied. In the model's own folder an adapter may have the name of its repository.
+        beside = bool(own) and Path(folder).resolve().parent == Path(own).resolve()
+        if base and own and Path(base).name != Path(own).name and not beside:
             raise ValueError(
                 f"The adapter {str(folder)!r} was made for {base!r}, but the model is {own!r}. If they are the same, "
                 f"set `base_model_name_or_path` in its {CONFIG_NAME}."

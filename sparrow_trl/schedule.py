@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .json_files import dump_json_object, parse_json_object, read_json_object, write_atomically
+from .json_files import MAX_JSON_BYTES, dump_json_object, parse_json_object, read_json_object, write_atomically
 
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ MAX_PAGES = 2**20
 MAX_LENGTH = 2**27
 MAX_TABLE_BINS = 16_384
 MAX_LAYERS = 10_000
+MAX_RECORD_DEPTH = 64
+
+_NESTED = (dict, list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +327,10 @@ class SparsityScheduleConfig:
         if is_folder:
             path = path / SCHEDULE_NAME
             if not path.is_file():
-                raise ValueError(f"The folder {os.fspath(source)!r} holds no {SCHEDULE_NAME}.")
+                raise ValueError(
+                    f"The folder {os.fspath(source)!r} holds no {SCHEDULE_NAME}. If a repository of the Hub is meant, "
+                    "start from another folder, or `sparrow-trl pull` it: what exists locally comes first."
+                )
         elif not is_file:
             path = cls._download(os.fspath(source), hub_kwargs, [*tried, "there is no such local file or folder"])
         try:
@@ -334,16 +340,15 @@ class SparsityScheduleConfig:
 
     @classmethod
     def _download(cls, repo_id: str, hub_kwargs: dict[str, Any], tried: list[str]) -> Path:
-        from huggingface_hub import hf_hub_download
-
         try:
             # A name without an owner is most likely a misspelt preset or path: asking the Hub would only take time.
             if "/" not in repo_id:
-                raise ValueError("a repository id is owner/name")
-            return Path(hf_hub_download(repo_id, SCHEDULE_NAME, **hub_kwargs))
-        # The Hub client raises from several families (its own, the HTTP library's, OSError).
-        except Exception as error:
-            tried.append(f"the Hub gave no {SCHEDULE_NAME} ({type(error).__name__}: {error})")
+                raise ValueError("no Hub repository has it, since those are named user/name")
+            from .hub_files import download_file
+
+            return download_file(repo_id, SCHEDULE_NAME, MAX_JSON_BYTES, **hub_kwargs)
+        except ValueError as error:
+            tried.append(str(error).removesuffix("."))
             raise ValueError(f"Found no sparsity schedule {_short(repo_id)}: {'; '.join(tried)}.") from error
 
     # Keeping it
@@ -377,9 +382,12 @@ class SparsityScheduleConfig:
         token: bool | str | None = None,
         revision: str | None = None,
         create_pr: bool = False,
+        license: str | None = None,
     ) -> str:
         """
-        Upload `sparsity_schedule.json` to a model repository of the Hugging Face Hub, which is created when missing.
+        Publish the schedule in a model repository of the Hugging Face Hub, which is created when missing:
+        `sparsity_schedule.json` and a card, in one commit. A card that is not of this package is kept. A local path
+        as `base_model_name_or_path` is left out.
 
         Args:
             repo_id (`str`):
@@ -387,31 +395,37 @@ class SparsityScheduleConfig:
             commit_message (`str`, *optional*, defaults to `"Upload sparsity schedule"`):
                 Message of the commit.
             private (`bool`, *optional*):
-                Whether a new repository is private. By default the organization's setting decides.
+                Whether a new repository is private. By default the organization's setting decides. `True` refuses to
+                push to a public repository that exists.
             token (`bool` or `str`, *optional*):
                 Token to use; by default the stored one.
             revision (`str`, *optional*):
-                Branch to push to.
+                Branch to push to, which is created when missing.
             create_pr (`bool`, *optional*, defaults to `False`):
                 Whether to open a pull request instead of committing.
+            license (`str`, *optional*):
+                License for the card, such as `"apache-2.0"`.
 
         Returns:
-            `str`: The URL of the commit.
-        """
-        from huggingface_hub import HfApi
+            `str`: The URL of the commit, or of the pull request.
 
-        api = HfApi(token=token)
-        data = dump_json_object(self.to_dict(), SCHEDULE_NAME)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        commit = api.upload_file(
-            path_or_fileobj=data,
-            path_in_repo=SCHEDULE_NAME,
-            repo_id=repo_id,
+        Raises:
+            ValueError: when the Hub refuses; the message says why.
+            ConnectionError: when it cannot be reached or the connection breaks. The repository's files are as they
+                were then.
+        """
+        from .hub import push_schedule
+
+        return push_schedule(
+            self,
+            repo_id,
             commit_message=commit_message,
+            private=private,
+            token=token,
             revision=revision,
             create_pr=create_pr,
-        )
-        return commit.commit_url
+            license=license,
+        ).url
 
     # Reading it
 
@@ -651,6 +665,13 @@ def _json_record(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"`{field}` must be a dict or None, got {_short(value)}.")
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
+        record = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"`{field}` must hold only what JSON can: {error}. Got {_short(value)}.") from error
+    level = [record]
+    for _ in range(MAX_RECORD_DEPTH):
+        containers = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, _NESTED)]
+        level = [child for container in containers for child in container]
+    if level:
+        raise ValueError(f"`{field}` may be nested {MAX_RECORD_DEPTH} levels deep, got more: {_short(value)}.")
+    return record

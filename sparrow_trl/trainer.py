@@ -4,6 +4,7 @@ import logging
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 from .versions import check_version
 
@@ -14,6 +15,7 @@ check_version("vllm")
 import torch  # noqa: E402
 from accelerate.utils import is_peft_model  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from huggingface_hub import ModelCard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import ProcessorMixin  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
@@ -22,9 +24,12 @@ from trl.trainer import grpo_trainer  # noqa: E402
 from trl.trainer.utils import maybe_gather_lm_head_ctx  # noqa: E402
 
 from .acceptance import AcceptanceTracker, gather_dense_logprobs, top_k_acceptance_bounds  # noqa: E402
-from .callbacks import TailAcceptanceCallback  # noqa: E402
+from .acceptance_report import PAPER_THRESHOLD, acceptance_table  # noqa: E402
+from .callbacks import HubFilesCallback, TailAcceptanceCallback  # noqa: E402
 from .config import SparseRolloutGRPOConfig  # noqa: E402
 from .guard import AUTO_SCHEDULE, ScheduleGuardCallback, starting_schedule  # noqa: E402
+from .hub_cards import PAPER, add_rollouts, is_hub_id  # noqa: E402
+from .published_files import CARD_NAME, PUBLISHED_FILES  # noqa: E402
 from .rollout import (  # noqa: E402
     RolloutLLM,
     SparseVLLMGeneration,
@@ -33,6 +38,7 @@ from .rollout import (  # noqa: E402
     swapped,
 )
 from .schedule import SCHEDULE_NAME, SparsityScheduleConfig  # noqa: E402
+from .tables import Table  # noqa: E402
 
 
 logger = logging.getLogger(__name__)
@@ -136,21 +142,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "sparrow-trl", "sparse-rollout"]
     _name = "GRPO on sparse rollouts"
-    _paper = {
-        "title": "Sparrow: Sparse Rollout for Stable and Efficient Long-context RL of Large Language Models",
-        "id": "2606.08446",
-        # docstyle-ignore
-        "citation": (
-            "@article{zhou2026sparrow,\n"
-            "    title  = {{Sparrow: Sparse Rollout for Stable and Efficient Long-context RL of Large Language "
-            "Models}},\n"
-            "    author = {Yang Zhou and Ranajoy Sadhukhan and Zhaofeng Sun and Zhuoming Chen and Souvik Kundu and "
-            "Saket Dingliwal and Sai Muralidhar Jayanthi and Aram Galstyan and Haizhong Zheng and Beidi Chen},\n"
-            "    year   = 2026,\n"
-            "    eprint = {arXiv:2606.08446},\n"
-            "}"
-        ),
-    }
+    _paper = PAPER
 
     def __init__(
         self,
@@ -214,6 +206,9 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         self._sparse_kl = []
         # Step and number of synchronisations at the last rollouts.
         self._synchronised = -1, -1
+        # Checkpoints to push once the callbacks have written their files; `None` outside of a step's end.
+        self._checkpoints_to_push = None
+        self._reported_pushes = []
 
         if args.vllm_mode == "server" and engine is not None:
             raise ValueError("engine is given, and vllm_mode='server' says that a server generates. Give one of them.")
@@ -251,6 +246,7 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
             isinstance(callback, ScheduleGuardCallback) for callback in self.callback_handler.callbacks
         ):
             self.add_callback(ScheduleGuardCallback())
+        self.add_callback(HubFilesCallback())
         for callback in self.callback_handler.callbacks:
             if hasattr(callback, "attach"):
                 callback.attach(self)
@@ -452,3 +448,70 @@ class SparseRolloutGRPOTrainer(GRPOTrainer):
         if schedule != self.schedule:
             logger.warning("Rollouts use the schedule saved in %s, not the one given now.", resume_from_checkpoint)
             self.schedule = schedule
+
+    # Pushing to the Hub
+
+    def push_to_hub(
+        self, commit_message="End of training", blocking=True, token=None, revision=None, private=None, **kwargs
+    ):
+        # Callbacks write the name of the repository into files that are pushed.
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, dataset_name if is_hub_id(dataset_name) else None, tags)
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir)
+        columns, rows = acceptance_table(self.acceptance)
+        target = PAPER_THRESHOLD if self.schedule.target_acceptance is None else self.schedule.target_acceptance
+        card = ModelCard.load(folder / CARD_NAME)
+        add_rollouts(
+            card,
+            self.schedule,
+            repo_id=self.hub_model_id,
+            acceptance=Table(f"Acceptance rates (target of the tail: {target:g})", columns, rows) if rows else None,
+            files=[file.path for file in PUBLISHED_FILES if (folder / file.path).is_file()],
+        )
+        card.save(folder / CARD_NAME)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self._checkpoints_to_push = []
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            checkpoints, self._checkpoints_to_push = self._checkpoints_to_push, None
+        for checkpoint in checkpoints:
+            self._push_from_checkpoint(checkpoint)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # transformers pushes before the callbacks' `on_save`, which writes what resuming needs: it waits for them.
+        if self._checkpoints_to_push is not None:
+            self._checkpoints_to_push.append(checkpoint_folder)
+            return
+        self._report_failed_pushes()
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finalize_training(self, *args, **kwargs):
+        # The callbacks write into the output folder at the end, which may still be read.
+        self._finish_current_push()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _finish_current_push(self):
+        super()._finish_current_push()
+        self._report_failed_pushes()
+
+    def _report_failed_pushes(self):
+        """transformers drops what goes wrong in the background."""
+        push = getattr(self, "push_in_progress", None)
+        for job in push.jobs if push is not None else ():
+            if job in self._reported_pushes or not job.done() or job.cancelled() or job.exception() is None:
+                continue
+            self._reported_pushes.append(job)
+            logger.warning(
+                "A push to %s failed: %s. The repository has the files of the push before; the next one, or "
+                "`trainer.push_to_hub()`, brings these.",
+                self.hub_model_id,
+                job.exception(),
+            )

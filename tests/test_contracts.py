@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import inspect
 import math
+from concurrent.futures import Future
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
@@ -455,6 +456,106 @@ def test_checkpoints_are_saved_and_loaded_through_two_methods(stock_trainer, tmp
     assert "self._load_optimizer_and_scheduler(resume_from_checkpoint)" in inspect.getsource(Trainer), broken(
         "transformers", "trainer", "resuming does not go through _load_optimizer_and_scheduler"
     )
+
+
+@pytest.fixture
+def pushing_trainer(tmp_path):
+    """A stock `Trainer` of a linear model that saves and pushes at its only step, and what it did in which order."""
+    events = []
+
+    class Events(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            events.append("on_save")
+
+        def on_push_begin(self, args, state, control, **kwargs):
+            events.append("on_push_begin")
+
+        def on_train_end(self, args, state, control, **kwargs):
+            events.append("on_train_end")
+
+    class Linear(torch.nn.Linear):
+        def forward(self, x, labels=None):
+            return {"loss": super().forward(x).mean()}
+
+    class PushingTrainer(Trainer):
+        def _maybe_log_save_evaluate(self, *args, **kwargs):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            events.append("end of the step")
+
+        def _finish_current_push(self):
+            events.append("wait")
+            super()._finish_current_push()
+
+        def create_model_card(self, **kwargs):
+            events.append("card")
+
+    options = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "steps", "save_steps": 1}
+    args = TrainingArguments(str(tmp_path / "out"), max_steps=1, **options)
+    trainer = PushingTrainer(Linear(2, 1), args, train_dataset=[{"x": torch.ones(2)}] * 8, callbacks=[Events()])
+    # As `init_hf_repo` leaves it.
+    trainer.args.push_to_hub, trainer.hub_model_id, trainer.push_in_progress = True, "owner/name", None
+    trainer.events = events
+    return trainer
+
+
+class FakeHub:
+    """Stands in for the Hub's client of transformers, and remembers what it was to upload."""
+
+    def __init__(self, events):
+        self.events, self.uploads, self.job = events, [], Future()
+        self.job.set_exception(ConnectionError("broken"))
+
+    def upload_folder(self, **kwargs):
+        self.events.append("upload")
+        self.uploads.append(kwargs)
+        return self.job
+
+
+def test_transformers_pushes_a_checkpoint_before_the_callbacks_save(pushing_trainer):
+    check_parameters("transformers", "trainer", Trainer._push_from_checkpoint, ["checkpoint_folder"])
+    hub = FakeHub(pushing_trainer.events)
+    with swapped(transformers.trainer, "hf_api", lambda: hub):
+        pushing_trainer.train()
+    events = pushing_trainer.events
+    assert events[:4] == ["on_push_begin", "upload", "on_save", "end of the step"], broken(
+        "transformers", "trainer", f"a step ends with {events}, and the push is held back in vain or too late"
+    )
+    assert events[-2:] == ["on_train_end", "wait"], broken("transformers", "trainer", f"training ends with {events}")
+    (upload,) = hub.uploads
+    assert upload["folder_path"] == pushing_trainer.args.output_dir and upload["run_as_future"], broken(
+        "transformers", "callbacks", f"not the output folder is pushed in the background: {upload}"
+    )
+    assert "checkpoint-*" in upload["ignore_patterns"], broken("transformers", "trainer", "checkpoints are pushed too")
+    assert pushing_trainer.push_in_progress.jobs == [hub.job], broken(
+        "transformers", "trainer", "the jobs of a push are kept elsewhere, so that a failed one is not reported"
+    )
+
+
+def test_transformers_makes_the_card_last_before_it_pushes(pushing_trainer):
+    parameters = ["commit_message", "blocking", "token", "revision", "private", "kwargs"]
+    check_parameters("transformers", "trainer", Trainer.push_to_hub, parameters)
+    check_parameters("transformers", "trainer", Trainer.init_hf_repo, ["token", "private"])
+    hub = FakeHub(pushing_trainer.events)
+    with swapped(transformers.trainer, "hf_api", lambda: hub):
+        pushing_trainer.push_to_hub()
+    assert pushing_trainer.events == ["on_push_begin", "card", "wait", "upload"], broken(
+        "transformers", "trainer", f"push_to_hub does {pushing_trainer.events}"
+    )
+    assert hub.uploads[0]["folder_path"] == pushing_trainer.args.output_dir
+
+
+def test_trl_writes_a_card_with_these_texts(stock_trainer):
+    check_parameters("trl", "trainer", GRPOTrainer.create_model_card, ["model_name", "dataset_name", "tags"])
+    stock_trainer.create_model_card("name", "owner/data")
+    card = Path(stock_trainer.args.output_dir, "README.md").read_text()
+    for text in (
+        "fine-tuned version of [None](https://huggingface.co/None)",
+        'model="None"',
+        "licence: license",
+        "\n### Framework versions\n",
+        "datasets: owner/data",
+    ):
+        assert text in card, broken("trl", "hub_cards", f"the model card no longer has {text!r}")
 
 
 def test_defaults_of_the_config_that_are_overridden():
