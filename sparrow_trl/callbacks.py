@@ -11,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .acceptance import AcceptanceTracker
 from .acceptance_report import plot_acceptance, print_acceptance_table
 from .acceptance_sweep import TokenSequence, evaluating, sequence_acceptance
+from .hub_cards import without_local_model
 from .json_files import dump_json_object, read_json_object, write_atomically
 from .pictures import save_figure
 from .schedule import SparsityScheduleConfig
@@ -150,7 +151,7 @@ class HubFilesCallback(TrainerCallback):
 
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if state.is_world_process_zero:
-            self._trainer.schedule.save_pretrained(args.output_dir)
+            without_local_model(self._trainer.schedule).save_pretrained(args.output_dir)
             self._trainer.create_model_card(model_name=Path(self._trainer.hub_model_id or args.output_dir).name)
 
 

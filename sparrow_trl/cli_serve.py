@@ -22,7 +22,14 @@ from .vllm_worker_extension import WORKER_EXTENSION  # noqa: E402
 VLLM_SERVE = ["vllm.entrypoints.cli.main", "serve"]
 
 # What the command decides itself.
-RESERVED = ("--additional-config", "--attention-backend", "--worker-extension-cls", "--speculative-config")
+RESERVED = (
+    "--additional-config",
+    "--attention-backend",
+    "--quantization",
+    "--speculative-config",
+    "--worker-extension-cls",
+    "-q",
+)
 
 
 def serve_command(model: str, schedule: SparsityScheduleConfig, options: Sequence[str] = ()) -> list[str]:
@@ -72,6 +79,12 @@ def run_serve(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="folder or Hub id of the policy")
     parser.add_argument("--schedule", required=True, help="preset, folder, file or Hub id that rollouts begin with")
     args, options = parser.parse_known_args(arguments)
+    for option in arguments[: list(arguments).index(args.model)]:
+        # Its value would be taken for the model.
+        if option.startswith("-") and option.partition("=")[0] != "--schedule":
+            raise ValueError(
+                f"{option} comes before the model. Put the model first: sparrow-trl serve MODEL {option} ..."
+            )
     command = serve_command(args.model, SparsityScheduleConfig.resolve(args.schedule), options)
     sys.stderr.write(f"VLLM_SERVER_DEV_MODE=1 {shlex.join(command)}\n")
     sys.stderr.flush()

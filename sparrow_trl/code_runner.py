@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # How often a sandbox that fails is replaced before the failure is the caller's.
 ATTEMPTS = 5
+# Of tests that were not done in the time of the whole call.
+UNFINISHED = "total_seconds had passed."
 MAX_MESSAGE = 500
 
 STATUS_OF_REASON = {"wall": "timeout", "stuck": "timeout", "output": "output", "memory": "memory", "files": "files"}
@@ -191,12 +193,15 @@ class _Runner:
         try:
             for number in range(len(self.tests)):
                 if time.monotonic() >= self.deadline:
-                    results.append(CodeTestResult("skipped", "total_seconds had passed."))
+                    results.append(CodeTestResult("skipped", UNFINISHED))
                 elif stop_at_failure and results and not results[-1].passed:
                     skipped = CodeTestResult("skipped", "An earlier test did not pass.")
                     return results + [skipped] * (len(self.tests) - number)
                 else:
-                    results.append(self._attempt(number))
+                    result = self._attempt(number)
+                    if result.status == "timeout" and time.monotonic() >= self.deadline:
+                        result = CodeTestResult("skipped", UNFINISHED, result.seconds)
+                    results.append(result)
         finally:
             if self.sandbox is not None:
                 self.sandbox.close()
@@ -212,7 +217,9 @@ class _Runner:
                 # A machine that is short of processes or memory for a moment says nothing about the program.
                 if self.sandbox is not None:
                     self.sandbox.close()
-                if attempt + 1 == ATTEMPTS or time.monotonic() >= self.deadline:
+                if time.monotonic() >= self.deadline:
+                    return CodeTestResult("skipped", UNFINISHED)
+                if attempt + 1 == ATTEMPTS:
                     raise
                 time.sleep(0.1 * 4**attempt)
         raise AssertionError("unreachable")

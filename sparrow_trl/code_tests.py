@@ -4,6 +4,7 @@ part of a completion is the program.
 """
 
 import json
+import math
 import re
 import textwrap
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ STYLES_HELP = (
     '{"asserts": [...], "setup": "..."} for assertions, or a list of assertions; each also as JSON.'
 )
 
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n`]*$", re.MULTILINE)
+# Without going back, which would take the square of a long line's length.
+FENCE = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+.-]*+)[^\n`]*+$", re.MULTILINE)
 PYTHON_LANGUAGES = ("python", "python3", "py", "py3")
 
 
@@ -230,7 +232,9 @@ def _same_word(word: str, expected: str, tolerance: float) -> bool:
 
 
 def _near(value: float, expected: float, tolerance: float) -> bool:
-    return abs(value - expected) <= tolerance * max(1.0, abs(expected))
+    return value == expected or (
+        math.isfinite(expected) and abs(value - expected) <= tolerance * max(1.0, abs(expected))
+    )
 
 
 def same_value(actual: Any, expected: Any, tolerance: float = 0.0) -> bool:

@@ -27,6 +27,7 @@ from .acceptance import AcceptanceTracker
 from .callbacks import check_attached, checkpoint_to_write, resumed_file, target_of, track_acceptance
 from .distill_stages import StageController
 from .distill_step import DIVERGENCES, SAMPLED_DIVERGENCE, AdapterTrainer, Trajectories
+from .hub_cards import without_local_model
 from .json_files import write_atomically
 from .number_checks import check_numbers
 from .published_files import ADAPTER_FOLDER
@@ -294,6 +295,7 @@ class DistillSparseCallback(TrainerCallback):
         if state.is_world_process_zero:
             base_model = self._trainer.hub_model_id or args.output_dir
             self.save_pretrained(Path(args.output_dir) / ADAPTER_FOLDER, base_model=base_model)
+            without_local_model(self._trainer.schedule).save_pretrained(Path(args.output_dir) / ADAPTER_FOLDER)
 
     def save_pretrained(self, folder: str | Path, *, base_model: str | Path | None = None) -> None:
         """

@@ -75,7 +75,8 @@ class ScheduleGuardConfig:
         > Parameters that control what counts as a break
 
         tail_floor (`float`, *optional*):
-            Tail acceptance of a step below which it is a break. By default 0.15 below the target.
+            Tail acceptance of a step below which it is a break, by the upper bounds of the rates: logged tails are of
+            the lower ones. By default 0.15 below the target.
         kl_limit (`float`, *optional*, defaults to `0.2`):
             Divergence from the dense policy per token above which it is one,
         kl_factor (`float`, *optional*, defaults to `5.0`):

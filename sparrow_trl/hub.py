@@ -198,6 +198,7 @@ def push_schedule(
             commit_message=commit_message,
             revision=revision,
             create_pr=create_pr,
+            parent_commit=info.sha,  # the card was looked at there
         )
     return PushResult(repo_id, commit.pr_url or commit.commit_url, sorted(files), keeps)
 

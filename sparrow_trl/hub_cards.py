@@ -81,7 +81,7 @@ def is_generated(text: str) -> bool:
 
 def card_body(text: str) -> str:
     """The card `text` (`str`) without its metadata."""
-    match = re.match(r"\s*---\s*\n.*?\n---\s*(\n|$)", text, flags=re.DOTALL)
+    match = re.match(r"\s*---[ \t]*\n.*?\n---[ \t]*(\n|$)", text, flags=re.DOTALL)
     return text[match.end() :].strip() if match else text.strip()
 
 

@@ -13,6 +13,8 @@ import os
 MAX_DEPTH = 100
 # Decimal digits of larger integers take quadratic time, and Python refuses more than 4300 of them.
 MAX_JSON_INTEGER = 10**1000
+# Keys of a set or dict that may be numbers or tuples of them.
+MAX_HASHED = 5_000
 
 
 class PlainDataError(ValueError):
@@ -42,7 +44,8 @@ def decode(data: bytes) -> object:
         data (`bytes`): The encoded value.
 
     Raises:
-        PlainDataError: for anything but an encoded value.
+        PlainDataError: for anything but an encoded value, and for sets and dicts of more than 5,000 keys that are no
+            texts.
     """
     try:
         return _untagged(json.loads(data), 0)
@@ -99,11 +102,20 @@ def _untagged(value: object, depth: int) -> object:
     if not isinstance(body, list):
         raise PlainDataError(f"a tag {tag!r:.20} without items")
     if tag == "d":
-        return {_untagged(key, depth): _untagged(item, depth) for key, item in body}
+        keys = _hashable([_untagged(key, depth) for key, _ in body])
+        return dict(zip(keys, (_untagged(item, depth) for _, item in body), strict=True))
     kinds = {"t": tuple, "s": set, "z": frozenset}
     if tag not in kinds:
         raise PlainDataError(f"an unknown tag {tag!r:.20}")
-    return kinds[tag](_untagged(item, depth) for item in body)
+    items = [_untagged(item, depth) for item in body]
+    return tuple(items) if tag == "t" else kinds[tag](_hashable(items))
+
+
+def _hashable(items: list) -> list:
+    # Numbers may be chosen so that all have one hash, and inserting them takes the square of their number.
+    if len(items) > MAX_HASHED and not all(isinstance(item, str) for item in items):
+        raise PlainDataError(f"a set or dict of more than {MAX_HASHED:,} keys that are no texts")
+    return items
 
 
 def read_exactly(descriptor: int, size: int) -> bytes | None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .code_runner import CodeTestResult, run_programs, share_passed
+from .code_runner import UNFINISHED, CodeTestResult, run_programs, share_passed
 from .code_tests import extract_code, parse_tests
 from .sandbox import Isolation, SandboxConfig, choose_isolation
 
@@ -13,7 +13,6 @@ from .sandbox import Isolation, SandboxConfig, choose_isolation
 logger = logging.getLogger(__name__)
 
 NO_CODE = CodeTestResult("error", "The completion has no fenced block of Python.")
-UNFINISHED = "total_seconds had passed."
 
 
 class SandboxedCodeReward:

@@ -186,6 +186,11 @@ def _read_logprobs(request, completion) -> tuple[torch.Tensor, torch.Tensor]:
     return token_ids, logprobs
 
 
+def checked_prompts(prompts: list[list[int]]) -> list[list[int]]:
+    """What of `prompts` (`list[list[int]]`, token ids) the engine's weights are checked on."""
+    return [ids[:WEIGHT_SYNC_CHECK_TOKENS] for ids in prompts if len(ids) > 1][:WEIGHT_SYNC_CHECK_PROMPTS]
+
+
 def check_policy(model) -> None:
     """Refuse, with a `ValueError`, a `model` that sparse rollouts cannot serve."""
     config = model.config
@@ -377,19 +382,23 @@ class SparseVLLMGeneration(VLLMGeneration):
         # Adapters may be in float32, and so may a language-model head with the embedding that it is tied to.
         return autocast.get(self.accelerator.mixed_precision, max(sizes, key=sizes.get))
 
-    def _init_vllm(self):
+    def _check_policy(self) -> None:
+        """Refuse a policy whose rollouts cannot be sparse, or whose weights cannot be sent."""
         check_policy(self.model)
         check_layers(self._initial_schedule, self.model.config.num_hidden_layers)
+        if is_peft_model(self.model) and self._dist.is_fsdp:
+            raise ValueError(
+                "A PEFT policy under FSDP is not supported: adapters are merged into copies of whole weights, which "
+                "FSDP shards. Use DDP, or fine-tune all weights."
+            )
+
+    def _init_vllm(self):
+        self._check_policy()
         dtype = self.engine_dtype
         if not current_platform.is_cpu() and dtype == torch.float32:
             raise ValueError(
                 "The policy computes in float32, for which vLLM's GPU attention has no kernel. Load it in bfloat16 "
                 "(model_init_kwargs={'dtype': 'bfloat16'}) or train with bf16=True."
-            )
-        if is_peft_model(self.model) and self._dist.is_fsdp:
-            raise ValueError(
-                "A PEFT policy under FSDP is not supported: adapters are merged into copies of whole weights, which "
-                "FSDP shards. Use DDP, or fine-tune all weights."
             )
         register()
         from . import vllm_backend
@@ -540,7 +549,7 @@ class SparseVLLMGeneration(VLLMGeneration):
         Raises:
             RuntimeError: If the difference says that the engine's weights are not the policy's.
         """
-        prompts = [ids[:WEIGHT_SYNC_CHECK_TOKENS] for ids in prompts if len(ids) > 1][:WEIGHT_SYNC_CHECK_PROMPTS]
+        prompts = checked_prompts(prompts)
         if not prompts:
             return 0.0
         outputs = self._prompt_logprobs(prompts)

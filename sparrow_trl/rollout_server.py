@@ -23,7 +23,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .rollout import RolloutProbe, SparseVLLMGeneration, check_layers, check_policy, swapped
+from .rollout import RolloutProbe, SparseVLLMGeneration, checked_prompts, swapped
 from .schedule import SparsityScheduleConfig
 from .vllm_backend import ADDITIONAL_CONFIG_KEY, LAYOUT_FIELDS, DecodeCounters
 from .vllm_worker_extension import WORKER_EXTENSION
@@ -91,6 +91,11 @@ def check_server(
             f"The vLLM server at {url} computes in {model['dtype']} and the policy in {name}: the log-probs of equal "
             f"weights would differ. {start} --dtype {name}."
         )
+    if model["quantization"] is not None:
+        raise ValueError(
+            f"The vLLM server at {url} quantises the model ({model['quantization']}), and acceptance rates and "
+            f"importance ratios need it to hold the policy's weights. {start}, without --quantization."
+        )
     if model["logprobs_mode"] != "processed_logprobs":
         raise ValueError(
             f"The vLLM server at {url} runs with logprobs_mode={model['logprobs_mode']!r}, whose log-probs are not "
@@ -112,13 +117,11 @@ class SparseVLLMClient(VLLMClient):
         probe_top_k (`int`): Most likely tokens per position of a probed sequence.
         probes (`dict[int, RolloutProbe]`): Probes of the last call, by row.
         dtype (`torch.dtype`): What the server computes in.
-        max_model_len (`int`): Longest context that it takes, in tokens.
     """
 
     probe_top_k = 0
     probes = {}
     dtype = torch.float32
-    max_model_len = None
 
     @staticmethod
     def probe_rows(num_rows: int) -> list[int]:
@@ -203,7 +206,7 @@ class SparseVLLMClient(VLLMClient):
 
         def send(count: int, top_k: int, members: list[int]) -> dict[str, list]:
             arguments = {**sampling, "logprobs": top_k}
-            # Not super(): it has no meaning in another thread's frame.
+            # Not super(), which takes the first argument of this function for the client.
             return VLLMClient.generate(self, [prompts[prompt] for prompt in members], features, n=count, **arguments)
 
         with ThreadPoolExecutor(len(groups) or 1) as executor:
@@ -284,32 +287,31 @@ class ServerRolloutState:
     Args:
         client ([`SparseVLLMClient`], *optional*): Connection to the server; `None` in processes without one.
         schedule ([`SparsityScheduleConfig`]): Schedule to use from now on.
+        from_main (`Callable`): Calls a function in the main process, and gives all processes its result or error.
     """
 
-    def __init__(self, client: SparseVLLMClient | None, schedule: SparsityScheduleConfig):
-        self.client = client
-        self.attention_backend = None
-        self._dense = False
-        if client is not None:
-            self.attention_backend = client.call_workers("sparrow_attach")[0]["attention_backend"]
-            client.call_workers("sparrow_set_dense", "false")  # a trainer before this one may have left it
+    def __init__(
+        self, client: SparseVLLMClient | None, schedule: SparsityScheduleConfig, from_main: Callable[[Callable], Any]
+    ):
+        self.client, self._from_main = client, from_main
+        (attached, *_) = from_main(lambda: client.call_workers("sparrow_attach"))
+        self.attention_backend = attached["attention_backend"]
+        self.dense = False  # a trainer before this one may have left it
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: SparsityScheduleConfig) -> None:
-        """Change the schedule. The caller resets the prefix cache."""
-        if self.client is not None:
-            self.client.call_workers("sparrow_set_schedule", json.dumps(schedule.to_dict()))
+        """Change the schedule, in all processes. The caller resets the prefix cache."""
+        self._from_main(lambda: self.client.call_workers("sparrow_set_schedule", json.dumps(schedule.to_dict())))
         self.schedule = schedule
 
     @property
     def dense(self) -> bool:
-        """`bool`: Whether every token keeps all pages."""
+        """`bool`: Whether every token keeps all pages. To be set in all processes."""
         return self._dense
 
     @dense.setter
     def dense(self, dense: bool) -> None:
-        if self.client is not None:
-            self.client.call_workers("sparrow_set_dense", json.dumps(dense))
+        self._from_main(lambda: self.client.call_workers("sparrow_set_dense", json.dumps(dense)))
         self._dense = dense
 
     @property
@@ -325,28 +327,39 @@ class ServerSparseVLLMGeneration(SparseVLLMGeneration):
     """[`SparseVLLMGeneration`] from a vLLM server instead of an engine in the trainer's processes."""
 
     def _init_vllm(self) -> None:
-        check_policy(self.model)
-        check_layers(self._initial_schedule, self.model.config.num_hidden_layers)
+        self._check_policy()
+        self.vllm_client = None
         url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
 
-        def connect(**kwargs) -> SparseVLLMClient:
-            client = SparseVLLMClient(**kwargs)
+        def connect() -> int:
+            client = SparseVLLMClient(url, group_port=self.group_port, connection_timeout=self.server_timeout)
             info = client.get_server_info()
             top_k = min(self._probe_top_k, self.model.config.vocab_size)
             check_server(info, self._initial_schedule, self.engine_dtype, top_k, url)
             client.probe_top_k, client.dtype = top_k, self.engine_dtype
-            client.max_model_len = info["model_config"]["max_model_len"]
-            return client
+            self.vllm_client = client
+            return info["model_config"]["max_model_len"]
 
-        self.vllm_client = None
-        with swapped(vllm_generation, "VLLMClient", connect):
+        self._max_context_tokens = self._from_main(connect)
+        with swapped(vllm_generation, "VLLMClient", lambda **kwargs: self.vllm_client):
             super(SparseVLLMGeneration, self)._init_vllm()
-        self.state = ServerRolloutState(self.vllm_client, self._initial_schedule)
+        self.state = ServerRolloutState(self.vllm_client, self._initial_schedule, self._from_main)
 
     def _from_main(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives in the main process, in all of them."""
-        values = [make() if self.vllm_client is not None else None]
-        return broadcast_object_list(values, from_process=0)[0]
+        """What `make` gives in the main process, in all of them, which must all call this. So with its error."""
+        value = error = None
+        if self.accelerator.is_main_process:
+            try:
+                value = make()
+            except Exception as raised:
+                error = raised
+        # The others would wait for what the main process never sends.
+        value, text = broadcast_object_list([value, error and f"{type(error).__name__}: {error}"], from_process=0)
+        if error is not None:
+            raise error
+        if text is not None:
+            raise RuntimeError(f"The main process failed with the vLLM server. {text}")
+        return value
 
     @property
     def num_sharing(self) -> int:
@@ -354,11 +367,10 @@ class ServerSparseVLLMGeneration(SparseVLLMGeneration):
 
     @property
     def max_context_tokens(self) -> int:
-        return self._from_main(lambda: self.vllm_client.max_model_len)
+        return self._max_context_tokens
 
     def _reset_prefix_cache(self) -> None:
-        if self.vllm_client is not None:
-            self.vllm_client.reset_prefix_cache()
+        self._from_main(lambda: self.vllm_client.reset_prefix_cache())
 
     def _prepare_batch(self, prompts: list[list[int]]) -> None:
         # The policy is asked too, by all processes together.
@@ -375,7 +387,8 @@ class ServerSparseVLLMGeneration(SparseVLLMGeneration):
         VLLMGeneration.sync_weights(self)
 
     def check_weights(self, prompts: list[list[int]]) -> float:
-        return super().check_weights(self._from_main(lambda: prompts))
+        # All processes ask the policy together, so all must call this, and with the same prompts.
+        return super().check_weights(self._from_main(lambda: checked_prompts(prompts)))
 
     def _prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         return self._from_main(lambda: self.vllm_client.prompt_logprobs(prompts))

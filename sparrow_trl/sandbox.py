@@ -624,7 +624,6 @@ class Sandbox:
 def _remove_folder(folder: str) -> None:
     def remove():
         try:
-            os.chmod(folder, 0o700)
             sandbox_jail.clear_folder(folder)
             os.rmdir(folder)
         except OSError as error:

@@ -103,7 +103,6 @@ def clear_folder(folder: str) -> None:
             name, folders = trail[-1]
             if folders:
                 inner = folders.pop()
-                os.chmod(inner, 0o700, dir_fd=here)
                 below = _open_folder(inner, here)
                 os.close(here)
                 here = below
@@ -122,7 +121,15 @@ def clear_folder(folder: str) -> None:
 
 
 def _open_folder(name: str, folder: int | None = None) -> int:
-    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    """Open a folder to empty it. Root never changes what a name stands for, which may have become a link."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        opened = os.open(name, flags, dir_fd=folder)
+    except PermissionError:  # root is refused nothing
+        os.chmod(name, 0o700, dir_fd=folder)
+        opened = os.open(name, flags, dir_fd=folder)
+    os.fchmod(opened, 0o700)
+    return opened
 
 
 def _remove_files(folder: int) -> list[str]:

@@ -24,8 +24,8 @@ def _answering(method: Callable[..., dict[str, Any] | None]) -> Callable[..., di
     def answer(self, *args: str) -> dict[str, Any]:
         try:
             return method(self, *args) or {}
-        except (OSError, RuntimeError, ValueError) as error:
-            return {"error": str(error)}
+        except Exception as error:  # whatever it is, the trainer should read it
+            return {"error": f"{type(error).__name__}: {error}"}
 
     return answer
 
@@ -72,7 +72,8 @@ class SparseRolloutWorkerExtension:
 
         from .vllm_backend import reload_packed_weights
 
-        weights = load_file(path, device=str(self.device)).items()
+        # On the CPU: an engine leaves no room for a second copy of the model.
+        weights = load_file(path).items()
         if self.device.type == "cpu":
             reload_packed_weights(self, weights)
         else:

@@ -446,6 +446,26 @@ def test_values_are_compared_as_json():
     assert not same_value(10**400, 0.5, 1e-9) and not same_value({1, 2}, [1, 2])
 
 
+def test_keys_that_would_take_the_square_of_their_number_are_refused():
+    """Multiples of 2**61 - 1 all have the hash 0."""
+    numbers = [{"i": hex(number * (2**61 - 1))} for number in range(1, 5_002)]
+    for tag, body in (("s", numbers), ("z", numbers), ("d", [[number, 1] for number in numbers])):
+        with pytest.raises(plain_data.PlainDataError, match="more than 5,000 keys"):
+            plain_data.decode(json.dumps({tag: body}).encode())
+    texts = {str(number) for number in range(10_000)}
+    assert plain_data.decode(plain_data.encode(texts)) == texts
+    assert len(plain_data.decode(json.dumps({"t": numbers}).encode())) == 5_001
+
+
+def test_long_lines_are_searched_once():
+    assert extract_code("```" + "a" * 200_000 + "`") is None
+
+
+def test_infinity_is_near_nothing_else():
+    assert same_text("inf 2.0", "inf 2.0000001", 1e-3)
+    assert not same_text("3.0", "inf", 1e-3) and not same_value(3.0, float("inf"), 1e-3)
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -14,7 +14,7 @@ from test_trainer import OTHER_SCHEDULE, SCHEDULE
 from tiny_training import RecordingTrainer, make_config, make_dataset, share_of_small_letters
 
 from sparrow_trl import SparsityScheduleConfig
-from sparrow_trl.cli_serve import serve_command
+from sparrow_trl.cli_serve import run_serve, serve_command
 from sparrow_trl.rollout_server import NOT_FINITE, SparseVLLMClient, check_server, read_completion
 from sparrow_trl.vllm_worker_extension import WORKER_EXTENSION
 
@@ -111,7 +111,7 @@ def test_a_synchronisation_that_does_not_arrive_is_noticed(trained, monkeypatch)
 
 def test_a_worker_that_fails_says_why(trained):
     client = trained.vllm_generation.vllm_client
-    with pytest.raises(RuntimeError, match="sparrow_load_weights.*No such file"):
+    with pytest.raises(RuntimeError, match="sparrow_load_weights: FileNotFoundError.*No such file"):
         client.call_workers("sparrow_load_weights", "/nowhere/weights.safetensors")
     with pytest.raises(RuntimeError, match="page_size 64 does not divide the engine's KV block of 32"):
         trained.schedule = SparsityScheduleConfig(top_k_pages=[1], page_size=64, bin_tokens=64)
@@ -288,7 +288,28 @@ def test_the_command_line():
     assert command[-4:] == ["--port", "9000", "--max-logprobs", "40"] and "processed_logprobs" in command
 
 
-@pytest.mark.parametrize("option", ["--additional-config", "--worker_extension_cls=x", "--attention-backend"])
+@pytest.mark.parametrize("option", ["--additional-config", "--worker_extension_cls=x", "--quantization", "-q"])
 def test_options_that_are_decided(option):
     with pytest.raises(ValueError, match="cannot be given"):
         serve_command("model", SCHEDULE, [option])
+
+
+def test_the_model_comes_first(tmp_path):
+    with pytest.raises(ValueError, match="--port comes before the model"):
+        run_serve(["--port", "8000", "model", "--schedule", "qwen3-4b-0.86"])
+
+
+def test_what_fails_in_the_main_process_fails_in_all(trained, monkeypatch):
+    generation = trained.vllm_generation
+
+    def fail():
+        raise KeyError("weight")
+
+    with pytest.raises(KeyError, match="weight"):
+        generation._from_main(fail)
+    # What another process is sent.
+    monkeypatch.setattr(
+        "sparrow_trl.rollout_server.broadcast_object_list", lambda *_, **__: [None, "KeyError: weight"]
+    )
+    with pytest.raises(RuntimeError, match="main process failed with the vLLM server. KeyError: weight"):
+        generation._from_main(lambda: None)
