@@ -35,7 +35,7 @@ def test_a_noisy_run_that_learns_has_no_breaks():
 @pytest.mark.parametrize(
     ("change", "steps", "reason"),
     [
-        ({"tail": 0.69}, 1, "tail acceptance is 0.690, below 0.700"),
+        ({"tail": 0.69}, 1, "tail acceptance is at most 0.690, below 0.700"),
         ({"kl": 0.2}, 1, "divergence from the dense policy is 0.2 per token, where 0.01 is usual"),
         ({"length": 400.0}, 2, "completions have 400 tokens, where 1000 tokens is usual"),
         ({"reward": 0.1}, 2, "the reward is 0.1, where 0.5 is usual"),
