@@ -1,6 +1,5 @@
 """A `sparrow-trl serve` process for the tests."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,6 +7,8 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+from fresh_process import fresh_environment
 
 
 SECONDS_TO_START = 240
@@ -34,7 +35,7 @@ class ServerProcess:
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=dict(os.environ)
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=fresh_environment()
             )
 
     def wait(self) -> None:

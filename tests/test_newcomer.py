@@ -12,7 +12,6 @@ reasoner and its tasks in their place.
 
 import importlib.metadata
 import json
-import os
 import random
 import re
 import shutil
@@ -24,6 +23,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from fresh_process import fresh_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_packaging import PRESETS, project_files
@@ -186,7 +186,8 @@ class Newcomer:
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_USE_AOT_COMPILE": "0",
         }
-        environment |= {name: os.environ[name] for name in ("MASTER_PORT", "OMP_NUM_THREADS") if name in os.environ}
+        inherited = fresh_environment()
+        environment |= {name: inherited[name] for name in ("MASTER_PORT", "OMP_NUM_THREADS") if name in inherited}
         done = subprocess.run(
             command, cwd=cwd, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
         )

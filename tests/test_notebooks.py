@@ -2,12 +2,12 @@
 
 import ast
 import json
-import os
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
+from fresh_process import fresh_environment
 from hub_server import HubServer
 from nbclient import NotebookClient
 
@@ -49,10 +49,9 @@ def execute(name, tmp_path, parameters, result, **environment):
     cell.source += "\n" + "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
     notebook.cells.append(nbformat.v4.new_code_cell(f"import json\n\nprint(json.dumps({result}))", id="result"))
     # Under pytest the kernel would leave standard output as it is, without the descriptor that vLLM asks for.
-    inherited = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     settings = {"HF_HOME": str(tmp_path / "home"), "IPYTHONDIR": str(tmp_path / "ipython"), **environment}
     client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(FOLDER)}})
-    client.execute(env=inherited | settings)
+    client.execute(env=fresh_environment() | settings)
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     printed = "".join(output.text for output in outputs["result"] if output.output_type == "stream")
     return json.loads(printed.splitlines()[-1]), outputs

@@ -3,10 +3,8 @@
 import gc
 import json
 import math
-import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +15,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from fresh_process import fresh_environment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainingArguments
 from trl.rewards import accuracy_reward, reasoning_accuracy_reward
@@ -41,7 +40,6 @@ LAUNCHES = {path.stem: path for path in sorted((EXAMPLES / "accelerate").glob("*
 SCALE = 100
 LENGTHS = ("max_completion_length", "vllm_max_model_length", "max_prompt_length")
 PAGE = 16
-RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def shape_of(model: str):
@@ -500,16 +498,11 @@ def test_dry_run_by_accelerate(small_models, tmp_path, one_thread):
     """The remaining one as its command starts it."""
     recipe = RECIPES["qwen3-4b_polaris"]
     arguments = small_arguments(recipe, small_models("Qwen/Qwen3-4B"), tmp_path)
-    # The engines of this process have left theirs in the environment, and their port is taken.
-    environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        environment["MASTER_PORT"] = str(probe.getsockname()[1])
     run = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES["single_gpu"]), "--cpu",
          "--mixed_precision", "no", "examples/grpo_sparse.py", *arguments, "--save_strategy", "steps",
          "--save_steps", "2"],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=fresh_environment(), cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     state = json.loads((tmp_path / "output" / "checkpoint-2" / "trainer_state.json").read_text())

@@ -1,7 +1,6 @@
 """Sparse rollouts from a `vllm serve` process in TRL's server mode."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fresh_process import fresh_environment
 from server_process import ServerProcess
 from test_trainer import OTHER_SCHEDULE, SCHEDULE
 from tiny_training import RecordingTrainer, make_config, make_dataset, share_of_small_letters
@@ -137,7 +137,7 @@ def test_weights_go_through_a_file_where_nccl_is_missing(trained, monkeypatch, c
 def test_two_processes_get_their_own_rows(server, tiny_qwen3, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(Path(__file__).with_name("two_rank_training.py")), tiny_qwen3, str(tmp_path), server.url]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment = {**fresh_environment(), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stderr[-4000:]
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
