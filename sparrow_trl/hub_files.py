@@ -38,8 +38,7 @@ def download_file(repo_id: str, filename: str, max_bytes: int, **hub_kwargs) -> 
                 f"{filename} of {repo_id} is not downloaded: the Hub {size}, and the limit for a file of this kind is "
                 f"{max_bytes:,}."
             )
-        # The commit whose file has this size: a branch may have moved on.
-        return Path(hf_hub_download(repo_id, filename, **{**hub_kwargs, "revision": found.commit_hash}))
+        return Path(hf_hub_download(repo_id, filename, **hub_kwargs))
     # The Hub client raises from several families (its own, the HTTP library's, OSError).
     except Exception as error:
         if type(error) is ValueError:
