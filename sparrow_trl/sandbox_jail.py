@@ -87,6 +87,9 @@ def drop_capabilities() -> None:
 # Files
 
 
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
 def clear_folder(folder: str) -> None:
     """
     Remove all that is in a folder, however deep, without following links, also from folders without permissions.
@@ -104,6 +107,7 @@ def clear_folder(folder: str) -> None:
             if folders:
                 inner = folders.pop()
                 below = _open_folder(inner, here)
+                os.fchmod(below, 0o700)  # not of the folder itself, whose mode may be another user's to change
                 os.close(here)
                 here = below
                 trail.append((inner, _remove_files(here)))
@@ -112,7 +116,7 @@ def clear_folder(folder: str) -> None:
             if not trail:
                 return
             # One descriptor at a time, so that no depth is too large.
-            above = _open_folder("..", here)
+            above = os.open("..", _FOLDER_FLAGS, dir_fd=here)
             os.close(here)
             here = above
             os.rmdir(name, dir_fd=here)
@@ -122,14 +126,11 @@ def clear_folder(folder: str) -> None:
 
 def _open_folder(name: str, folder: int | None = None) -> int:
     """Open a folder to empty it. Root never changes what a name stands for, which may have become a link."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
-        opened = os.open(name, flags, dir_fd=folder)
+        return os.open(name, _FOLDER_FLAGS, dir_fd=folder)
     except PermissionError:  # root is refused nothing
         os.chmod(name, 0o700, dir_fd=folder)
-        opened = os.open(name, flags, dir_fd=folder)
-    os.fchmod(opened, 0o700)
-    return opened
+        return os.open(name, _FOLDER_FLAGS, dir_fd=folder)
 
 
 def _remove_files(folder: int) -> list[str]:

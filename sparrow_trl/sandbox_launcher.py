@@ -394,12 +394,17 @@ class Supervisor:
                 pass  # the folder itself is not the program's, who so could not change it either
             sandbox_jail.clear_folder(".")
 
+        if self._is_empty():
+            return
+        self._as_program_user(clear)
+        if not self._is_empty():
+            os._exit(1)  # the next program, which must find nothing of this one's, gets another sandbox
+
+    def _is_empty(self) -> bool:
         try:
-            empty = not os.listdir(self.folder)
+            return not os.listdir(self.folder)
         except OSError:
-            empty = False
-        if not empty:
-            self._as_program_user(clear)
+            return False
 
     def exceeded(self) -> str | None:
         """Which limit on all processes together is exceeded: `"memory"`, `"files"` or, mostly, none."""

@@ -423,6 +423,21 @@ def test_a_folder_is_cleared_without_recursion_or_links(tmp_path):
 
 
 @at_every_level
+def test_every_program_starts_in_an_empty_folder(level):
+    code = """
+import os
+print(os.listdir("."))
+os.makedirs("a/b/c")
+open("a/b/file", "w").write("for the next one")
+open(".hidden", "w").close()
+os.chmod("a/b", 0)
+os.chmod("a", 0)
+"""
+    results = run_at(level, code, {"inputs": [""] * 3, "outputs": ["[]"] * 3})
+    assert [result.status for result in results] == ["passed"] * 3, results
+
+
+@at_every_level
 def test_a_deep_folder_is_removed(level):
     code = """
 import os
