@@ -64,12 +64,3 @@ def build_generation():
         )
 
     return build
-
-
-# They start engines in other processes. After engines in this one the log-probs of a server's rollouts were those of
-# another attention, and trainings did not start: what an engine leaves behind for them is not found yet.
-FIRST = ("test_server_mode", "test_notebooks", "test_newcomer", "test_hub")
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.module.__name__ not in FIRST)

@@ -146,17 +146,14 @@ class TestBatches:
     def test_an_index_of_requests_is_followed(self, builder, state):
         # Model runner V2 keeps requests in a table, in another order than the batch.
         prompt_len = torch.tensor([0, 0, 70, 0, 40]).numpy()
+        impl = object.__new__(Impl)
+        impl.state = state
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=prompt_len))),
             vllm_config=SimpleNamespace(
-                instance_id="v2",
-                additional_config={"sparrow_schedule": SCHEDULE.to_dict()},
-                compilation_config=SimpleNamespace(
-                    static_forward_context={"0": SimpleNamespace(impl=object.__new__(Impl))}
-                ),
+                compilation_config=SimpleNamespace(static_forward_context={"0": SimpleNamespace(impl=impl)}),
             ),
         )
-        vllm_backend._STATES["v2"] = state
         assert vllm_backend.attach_sparse_rollout(worker) is state
         common = common_metadata([1, 1, 0], [80, 60, 0]).replace(req_idx=torch.tensor([4, 2]).numpy())
         assert builder.build(0, common).decode_rows[0].dense_until.tolist() == [40, 70, 0]

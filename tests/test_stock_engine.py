@@ -83,6 +83,15 @@ def test_every_layer_runs_the_sparse_implementation(generation):
     assert generation.state.attention_backend == "SparseCPUAttentionImpl"
 
 
+def test_an_engine_that_was_renamed_is_attached_to_its_own_layers(generation):
+    """An engine core in a server gives its configuration another id once its layers are built."""
+    from sparrow_trl.vllm_backend import attach_sparse_rollout
+
+    (worker,) = generation.llm.collective_rpc(lambda worker: worker)
+    with swapped(worker.vllm_config, "instance_id", "another"):
+        assert attach_sparse_rollout(worker) is generation.state
+
+
 def test_an_engine_with_a_stock_layer_is_refused(generation):
     from sparrow_trl.vllm_backend import attach_sparse_rollout
 
