@@ -4,6 +4,8 @@ DEVICE ?= auto
 
 BIN := .venv/bin
 READY := .venv/ready-$(DEVICE)
+# How many test processes run beside each other.
+TEST_PROCESSES ?= 2
 # Given in full, so that no `accelerate config` of the user changes what runs.
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
@@ -24,7 +26,7 @@ demo: setup  ## Train the tiny reasoner with sparse rollouts; results go to outp
 	$(LAUNCH) $$(grep -qx cpu .venv/device && echo --cpu) examples/grpo_sparse.py
 
 test: setup  ## Run all tests.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test-kernels: setup  ## Run the tests of sparrow_attention alone.
 	$(BIN)/python -m pytest kernels/tests

@@ -214,6 +214,13 @@ def accumulate(script_args: GRPOScriptArguments, training_args: SparseRolloutGRP
     updates, steps = script_args.updates_per_generation, training_args.steps_per_generation
     if updates is None:
         return
+    if training_args.deepspeed is not None:
+        raise ValueError(
+            f"updates_per_generation={updates} decides gradient_accumulation_steps, which the DeepSpeed configuration "
+            f"of --deepspeed {training_args.deepspeed} has been given already. Give DeepSpeed's settings to "
+            "`accelerate launch --config_file` instead, as in examples/accelerate, or gradient_accumulation_steps "
+            "itself."
+        )
     if steps % updates:
         raise ValueError(
             f"updates_per_generation={updates} does not divide the {steps} forward passes of each process, which are "
@@ -297,6 +304,7 @@ def make_parser() -> TrlParser:
 
 def main(script_args, training_args, model_args):
     started = time.time()
+    accumulate(script_args, training_args)
     on_tiny_reasoner = script_args.dataset_name == "tiny_reasoner"
     if on_tiny_reasoner:
         train_dataset = task.make_dataset("train", script_args.num_train_tasks, seed=training_args.seed)
@@ -307,7 +315,6 @@ def main(script_args, training_args, model_args):
             train_dataset, reward = load_problems(script_args, model_args.model_name_or_path)
         if training_args.process_index == 0:
             print(f"Training on {len(train_dataset)} problems")
-    accumulate(script_args, training_args)
     if training_args.model_init_kwargs is None and model_args.dtype not in (None, "auto"):
         training_args.model_init_kwargs = {"dtype": model_args.dtype}
     if model_args.attn_implementation is not None:

@@ -11,10 +11,14 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-# TRL tries the same few ports first, which two test runs on one machine would both find free.
+# Test processes that share the cores would wait for each other's threads most of the time.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+
+# TRL tries the same few ports first, which two test processes on one machine would both find free.
 with socket.socket() as probe:
     probe.bind(("", 0))
-    os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
+    os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 import pytest  # noqa: E402
 

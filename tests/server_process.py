@@ -23,9 +23,11 @@ class ServerProcess:
         schedule (`str`): Folder of the schedule.
         log (`pathlib.Path`): File for the output.
         *options (`str`): Further options.
+        worker_in_core (`bool`):
+            Whether the worker is in the engine core's process, as with one GPU, or in one of its own, as with several.
     """
 
-    def __init__(self, model: str, schedule: str, log: Path, *options: str):
+    def __init__(self, model: str, schedule: str, log: Path, *options: str, worker_in_core: bool):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -33,9 +35,10 @@ class ServerProcess:
         command = [sys.executable, "-m", "sparrow_trl", "serve", model, "--schedule", schedule, "--port", str(port)]
         command += ["--host", "127.0.0.1", *options]
         self.log = log
+        environment = {**fresh_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not worker_in_core))}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=fresh_environment()
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
             )
 
     def wait(self) -> None:

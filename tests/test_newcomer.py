@@ -59,9 +59,10 @@ WITHOUT_A_GPU = [
     (r"(vllm_max_model_length=18432)\)", r"\1, use_cpu=True, bf16=False)"),
     (r"(--vllm_max_model_length 18432)", r"\1 --use_cpu True --bf16 False"),
 ]
+# Of what stands for the dots in a snippet.
 IMPORTS_OF_FRAGMENT = """
 from datasets import load_dataset
-from sparrow_trl import DistillSparseCallback, DistillSparseConfig, SparseRolloutGRPOConfig, SparseRolloutGRPOTrainer
+from sparrow_trl import SparseRolloutGRPOConfig
 from trl.rewards import accuracy_reward
 """
 
@@ -323,7 +324,7 @@ def test_all_substitutions_are_of_use():
 )
 def test_python_snippet(newcomer, tmp_path, text):
     code = as_written(text)
-    if "import" not in text:
+    if "..." in text:
         code = IMPORTS_OF_FRAGMENT + code
     # A row is a step in each of the three epochs.
     newcomer.run([newcomer.python, "-c", code], tmp_path)

@@ -167,6 +167,9 @@ def test_accumulation_follows_from_the_updates(on_processes):
     script, training, _ = parse(recipe, "--updates_per_generation", "3")
     with pytest.raises(ValueError, match="updates_per_generation=3 does not divide the 64"):
         grpo_sparse.accumulate(script, training)
+    training.deepspeed = "zero3.json"  # read by the arguments themselves, before
+    with pytest.raises(ValueError, match="of --deepspeed zero3.json has been given already"):
+        grpo_sparse.accumulate(script, training)
 
 
 # How they are launched

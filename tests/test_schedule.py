@@ -224,7 +224,7 @@ INVALID_FIELDS = [
     ("calibration", "none"),
     ("calibration", [1]),
     ("calibration", {"tail": math.nan}),
-    ("calibration", {"when": object()}),
+    ("calibration", {"when": ...}),
 ]
 
 

@@ -23,12 +23,23 @@ OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "-
 OPTIONS += ["--kv-cache-memory-bytes", str(2**26), "--max-num-seqs", "16"]
 
 
+def start_server(model, folder, **kwargs):
+    SCHEDULE.save_pretrained(folder)
+    server = ServerProcess(model, str(folder), folder / "server.log", *OPTIONS, **kwargs)
+    server.wait()
+    return server
+
+
 @pytest.fixture(scope="module")
 def server(tiny_qwen3, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    SCHEDULE.save_pretrained(folder)
-    server = ServerProcess(tiny_qwen3, str(folder), folder / "server.log", *OPTIONS)
-    server.wait()
+    server = start_server(tiny_qwen3, tmp_path_factory.mktemp("server"), worker_in_core=True)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server_of_workers(tiny_qwen3, tmp_path):
+    server = start_server(tiny_qwen3, tmp_path, worker_in_core=False)
     yield server
     server.stop()
 
@@ -134,9 +145,10 @@ def test_weights_go_through_a_file_where_nccl_is_missing(trained, monkeypatch, c
     assert ("VLLM_NCCL_SO_PATH" in caplog.text) == (not (ours and theirs))
 
 
-def test_two_processes_get_their_own_rows(server, tiny_qwen3, tmp_path):
+def test_two_processes_get_their_own_rows(server_of_workers, tiny_qwen3, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(Path(__file__).with_name("two_rank_training.py")), tiny_qwen3, str(tmp_path), server.url]
+    command.append(str(Path(__file__).with_name("two_rank_training.py")))
+    command += [tiny_qwen3, str(tmp_path), server_of_workers.url]
     environment = {**fresh_environment(), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stderr[-4000:]
