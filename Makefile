@@ -31,8 +31,8 @@ test: setup  ## Run all tests.
 test-kernels: setup  ## Run the tests of sparrow_attention alone.
 	$(BIN)/python -m pytest kernels/tests
 
-test-gpu: setup  ## Run the tests that a GPU is for: the Triton kernels, natively, and the engine's GPU backend.
-	$(BIN)/python -m pytest kernels/tests tests/test_gpu_backend.py tests/test_gpu_checkpoints.py
+test-gpu: setup  ## Run the tests that a GPU is for: the Triton kernels, natively, the engine's GPU backend, a server.
+	$(BIN)/python -m pytest kernels/tests tests/test_gpu_backend.py tests/test_gpu_server.py tests/test_gpu_checkpoints.py
 
 quality: setup  ## Check lint and format.
 	$(BIN)/ruff check .

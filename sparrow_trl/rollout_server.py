@@ -144,6 +144,9 @@ class SparseVLLMClient(VLLMClient):
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         if torch.device(device).type == "cpu":  # no NCCL without a GPU
             return
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        if any(worker["gpu"] == gpu for worker in self.call_workers("sparrow_device")):
+            return  # no NCCL between processes on one GPU either
         super().init_communicator(device)
         workers = self.call_workers("sparrow_transfer")
         if self.communicator.disabled or not all(worker["connected"] for worker in workers):

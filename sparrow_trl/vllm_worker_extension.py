@@ -60,6 +60,13 @@ class SparseRolloutWorkerExtension:
         return asdict(self._sparrow_state.counters)
 
     @_answering
+    def sparrow_device(self) -> dict[str, Any]:
+        """Which GPU this worker is on, `None` without one."""
+        import torch
+
+        return {"gpu": str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None}
+
+    @_answering
     def sparrow_transfer(self) -> dict[str, Any]:
         """Whether NCCL connects this worker with the trainer. vLLM goes on in silence where it finds no library."""
         return {"connected": not self.weight_transfer_engine.model_update_group.disabled}

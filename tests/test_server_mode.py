@@ -129,20 +129,39 @@ def test_a_worker_that_fails_says_why(trained):
     assert trained.schedule == OTHER_SCHEDULE
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(True, True), (True, False), (False, True), (False, False)])
-def test_weights_go_through_a_file_where_nccl_is_missing(trained, monkeypatch, caplog, ours, theirs):
-    """vLLM's broadcasts then do nothing, in either process and without a word."""
+@pytest.fixture
+def on_a_gpu(trained, monkeypatch):
+    """The trainer's client, as if on the GPU `"GPU-0"`, and what the workers answer, by the name of the method."""
     client = trained.vllm_generation.vllm_client
+    answers = {"sparrow_device": [{"gpu": "GPU-1"}, {"gpu": "GPU-2"}]}
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
+    monkeypatch.setattr(client, "call_workers", lambda method: answers[method])
+    monkeypatch.setattr(client, "communicator", None)
+    return client, answers
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, True), (True, False), (False, True), (False, False)])
+def test_weights_go_through_a_file_where_nccl_is_missing(on_a_gpu, monkeypatch, caplog, ours, theirs):
+    """vLLM's broadcasts then do nothing, in either process and without a word."""
+    client, answers = on_a_gpu
 
     def connect(self, device):
         self.communicator = SimpleNamespace(disabled=not ours)
 
     monkeypatch.setattr("sparrow_trl.rollout_server.VLLMClient.init_communicator", connect)
-    monkeypatch.setattr(client, "call_workers", lambda method: [{"connected": True}, {"connected": theirs}])
-    monkeypatch.setattr(client, "communicator", None)
+    answers["sparrow_transfer"] = [{"connected": True}, {"connected": theirs}]
     client.init_communicator("cuda:0")
     assert (client.communicator is not None) == (ours and theirs)
     assert ("VLLM_NCCL_SO_PATH" in caplog.text) == (not (ours and theirs))
+
+
+def test_weights_go_through_a_file_to_a_server_on_the_same_gpu(on_a_gpu, monkeypatch):
+    """NCCL refuses two processes on one GPU."""
+    client, answers = on_a_gpu
+    answers["sparrow_device"][1]["gpu"] = "GPU-0"
+    monkeypatch.setattr("sparrow_trl.rollout_server.VLLMClient.init_communicator", lambda *_: pytest.fail("NCCL"))
+    client.init_communicator("cuda:0")
+    assert client.communicator is None
 
 
 def test_two_processes_get_their_own_rows(server_of_workers, tiny_qwen3, tmp_path):

@@ -140,11 +140,11 @@ class RecordingTrainer(SparseRolloutGRPOTrainer):
         training = self.model.training
         self.model.eval()
         for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True):
-            input_ids = torch.tensor([prompt + list(completion)])
+            input_ids = torch.tensor([prompt + list(completion)], device=self.model.device)
             with (
                 self.accelerator.autocast(),
                 sparse_attention_context(self.model, schedule, prompt_width=len(prompt)),
             ):
                 logits = self.model(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            yield (logits.float() / self.temperature).log_softmax(-1)
+            yield (logits.float() / self.temperature).log_softmax(-1).cpu()
         self.model.train(training)

@@ -1,0 +1,80 @@
+"""Server mode on a GPU: a server and its trainer on the same one, or on two where there are two."""
+
+import json
+import os
+
+import pytest
+import torch
+from server_process import ServerProcess
+from test_gpu_backend import BFLOAT16_TOLERANCE, GRAPHS, SPARSE_SHARE, model  # noqa: F401
+from test_parity import mean_difference
+from test_server_mode import server_config
+from test_trainer import OTHER_SCHEDULE, SCHEDULE
+from tiny_training import RecordingTrainer, make_dataset, share_of_small_letters
+
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and vLLM's CUDA build")
+
+OPTIONS = ["--dtype", "bfloat16", "--max-model-len", "256", "--kv-cache-memory-bytes", str(2**28)]
+# vLLM wants this share of the memory to be free, though the KV cache has a size of its own.
+OPTIONS += ["--gpu-memory-utilization", "0.3", "--max-num-seqs", "16"]
+OPTIONS += ["--kernel-config", json.dumps({"enable_jit_warmup": False})]
+OPTIONS += ["--compilation-config", json.dumps(GRAPHS["compilation_config"])]
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):  # noqa: F811
+    """Two steps with a change of schedule between them, and an evaluation."""
+    folder = tmp_path_factory.mktemp("gpu_server")
+    SCHEDULE.save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        # The trainer takes the first GPU.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        patch.setenv("CUDA_VISIBLE_DEVICES", visible.split(",")[-1])
+        server = ServerProcess(model.name_or_path, str(folder), folder / "server.log", *OPTIONS, worker_in_core=True)
+    try:
+        server.wait()
+        config = server_config(folder, server, max_steps=1, learning_rate=1e-3, use_cpu=False, bf16=True)
+        trainer = RecordingTrainer(
+            model.name_or_path,
+            share_of_small_letters,
+            config,
+            train_dataset=make_dataset(16),
+            eval_dataset=make_dataset(4, seed=1),
+            schedule=SCHEDULE,
+        )
+        trainer.train()
+        trainer.schedule = OTHER_SCHEDULE
+        trainer.args.max_steps = 2
+        trainer.train()
+        trainer.evaluate()
+        yield trainer
+    finally:
+        server.stop()
+
+
+def test_the_engine_in_the_server_computes_what_the_policy_does(trained):
+    schedules = [rollout.schedule for rollout in trained.rollouts if rollout.mode == "train"]
+    assert SCHEDULE in schedules and OTHER_SCHEDULE in schedules
+    for rollout in trained.rollouts:
+        sparse, dense = (
+            mean_difference(
+                rollout.logprobs,
+                [
+                    logprobs.gather(1, torch.tensor(ids)[:, None]).squeeze(1).numpy()
+                    for logprobs, ids in zip(distributions, rollout.completions, strict=True)
+                ],
+            )
+            for distributions in (rollout.sparse, rollout.dense)
+        )
+        print(f"{rollout.mode}: mean difference {sparse:.2e} from sparse, {dense:.2e} from dense log-probs")
+        if rollout.mode == "eval":
+            assert dense < BFLOAT16_TOLERANCE and rollout.counters.sparse_tokens == 0
+        else:
+            assert sparse < SPARSE_SHARE * dense
+            assert 0 < rollout.counters.kept_pages < rollout.counters.cached_pages
+
+
+def test_weights_travel_by_nccl_between_two_gpus_alone(trained):
+    communicator = trained.vllm_generation.vllm_client.communicator
+    assert (communicator is not None) == (torch.cuda.device_count() > 1)
