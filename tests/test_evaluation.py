@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fresh_process import fresh_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_trl import cli_eval, evaluation
@@ -267,3 +269,26 @@ def test_the_command_samples(command):
     average, best = sampled["metrics"]["avg@2"]["value"], sampled["metrics"]["pass@2"]["value"]
     assert 0.35 < average < 0.85 and average < best
     assert (sampled["temperature"], sampled["top_p"], sampled["num_samples"]) == (0.6, 0.95, 2)
+
+
+def test_two_processes_measure_what_one_does(tiny_qwen3, tmp_path):
+    """Each samples a part of the problems, with seeds that are the problems' own."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"prompt": "abc" * (5 + i), "answer": str(i)}) + "\n" for i in range(5)))
+    arguments = ["eval", "--model_name_or_path", tiny_qwen3, "--dataset", str(problems), "--dtype", "float32"]
+    arguments += ["--num_samples", "2", "--k", "1", "--max_length", "120", "--output_dir"]
+    assert main([*arguments, str(tmp_path / "one")]) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finished = subprocess.run(
+        [*launch, "-m", "sparrow_trl", *arguments, str(tmp_path / "two")],
+        env={**fresh_environment(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    assert finished.stdout.count("avg@2") == 1  # the first one alone says what came out
+    for name in ("eval.json", "samples/sample-0000.json", "samples/sample-0001.json"):
+        one, two = (json.loads((tmp_path / folder / name).read_text()) for folder in ("one", "two"))
+        assert one == two
+    assert len(set(one["texts"])) > 1
