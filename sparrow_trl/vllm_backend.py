@@ -178,14 +178,14 @@ def attach_sparse_rollout(worker) -> SparseRolloutState:
     impls = {name: layer.impl for name, layer in attention_layers(worker.vllm_config).items()}
     stock = {name: type(impl).__name__ for name, impl in impls.items() if not isinstance(impl, SparseDecodeMixin)}
     # The layers' own: an engine core in a server renames its configuration once it is built.
-    states = {id(impl.state): impl.state for impl in impls.values() if isinstance(impl, SparseDecodeMixin)}
+    states = {impl.state for impl in impls.values() if isinstance(impl, SparseDecodeMixin)}
     if stock or len(states) != 1:
         raise RuntimeError(
             "The engine does not run the sparse attention backend, so its rollouts would be dense without a word. "
             f"Layers with another implementation: {stock or 'all'}. Check that the package's vLLM plug-in is "
             "installed and that VLLM_PLUGINS does not exclude it."
         )
-    (state,) = states.values()
+    (state,) = states
     state.reset_counters()  # of what warming up has counted
     state.attention_backend = ", ".join(sorted({type(impl).__name__ for impl in impls.values()}))
     if hasattr(runner, "input_batch"):  # model runner V1

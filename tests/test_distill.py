@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from fresh_process import run_two_processes
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from test_parity import FLOAT32_TOLERANCE, make_prompts, policy_logprobs, roll_out
@@ -471,10 +469,7 @@ def test_an_adapter_to_begin_with(run, tmp_path, monkeypatch):
 
 def test_two_processes_train_one_adapter(tiny_qwen3, tmp_path):
     script = Path(__file__).with_name("two_rank_distillation.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    run = subprocess.run([*command, tiny_qwen3, str(tmp_path)], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_two_processes(str(script), tiny_qwen3, str(tmp_path))
     ranks = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
     assert ranks[0]["kl"][0] > 0 and len(ranks[0]["kl"]) == 2

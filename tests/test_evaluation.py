@@ -3,14 +3,13 @@
 import itertools
 import json
 import math
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fresh_process import fresh_environment
+from fresh_process import run_two_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow_trl import cli_eval, evaluation
@@ -278,16 +277,8 @@ def test_two_processes_measure_what_one_does(tiny_qwen3, tmp_path):
     arguments = ["eval", "--model_name_or_path", tiny_qwen3, "--dataset", str(problems), "--dtype", "float32"]
     arguments += ["--num_samples", "2", "--k", "1", "--max_length", "120", "--output_dir"]
     assert main([*arguments, str(tmp_path / "one")]) == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    finished = subprocess.run(
-        [*launch, "-m", "sparrow_trl", *arguments, str(tmp_path / "two")],
-        env={**fresh_environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    assert finished.stdout.count("avg@2") == 1  # the first one alone says what came out
+    output = run_two_processes("-m", "sparrow_trl", *arguments, str(tmp_path / "two"))
+    assert output.count("avg@2") == 1  # the first one alone says what came out
     for name in ("eval.json", "samples/sample-0000.json", "samples/sample-0001.json"):
         one, two = (json.loads((tmp_path / folder / name).read_text()) for folder in ("one", "two"))
         assert one == two

@@ -5,12 +5,10 @@ import os
 
 import pytest
 import torch
-from server_process import ServerProcess
 from test_gpu_backend import BFLOAT16_TOLERANCE, GRAPHS, SPARSE_SHARE, model  # noqa: F401
 from test_parity import mean_difference
-from test_server_mode import server_config
+from test_server_mode import server_config, start_server, train_and_evaluate
 from test_trainer import OTHER_SCHEDULE, SCHEDULE
-from tiny_training import RecordingTrainer, make_dataset, share_of_small_letters
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and vLLM's CUDA build")
@@ -24,31 +22,15 @@ OPTIONS += ["--compilation-config", json.dumps(GRAPHS["compilation_config"])]
 
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory):  # noqa: F811
-    """Two steps with a change of schedule between them, and an evaluation."""
     folder = tmp_path_factory.mktemp("gpu_server")
-    SCHEDULE.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         # The trainer takes the first GPU.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         patch.setenv("CUDA_VISIBLE_DEVICES", visible.split(",")[-1])
-        server = ServerProcess(model.name_or_path, str(folder), folder / "server.log", *OPTIONS, worker_in_core=True)
+        server = start_server(model.name_or_path, folder, worker_in_core=True, options=OPTIONS)
     try:
-        server.wait()
         config = server_config(folder, server, max_steps=1, learning_rate=1e-3, use_cpu=False, bf16=True)
-        trainer = RecordingTrainer(
-            model.name_or_path,
-            share_of_small_letters,
-            config,
-            train_dataset=make_dataset(16),
-            eval_dataset=make_dataset(4, seed=1),
-            schedule=SCHEDULE,
-        )
-        trainer.train()
-        trainer.schedule = OTHER_SCHEDULE
-        trainer.args.max_steps = 2
-        trainer.train()
-        trainer.evaluate()
-        yield trainer
+        yield train_and_evaluate(model.name_or_path, config)
     finally:
         server.stop()
 

@@ -2,15 +2,15 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fresh_process import run_two_processes
 from test_distill import make_callback
-from test_trainer import make_trainer, run_in_a_process
+from test_trainer import make_trainer
 from tiny_training import make_config, make_dataset, share_of_small_letters
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
@@ -175,8 +175,7 @@ def test_a_run_goes_on_in_dense_rollouts_after_a_checkpoint(broken_run, tiny_qwe
 
 def test_two_processes_agree(tiny_qwen3, tmp_path):
     script = Path(__file__).with_name("two_rank_guard.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run_in_a_process([*launcher, str(script), tiny_qwen3, str(tmp_path)], ACCELERATE_USE_CPU="true")
+    run_two_processes(str(script), tiny_qwen3, str(tmp_path))
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first["completions"] != second["completions"]
     for name in ("schedules", "dense", "history", "signals"):

@@ -1,14 +1,12 @@
 """Sparse rollouts from a `vllm serve` process in TRL's server mode."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fresh_process import fresh_environment
+from fresh_process import run_two_processes
 from server_process import ServerProcess
 from test_trainer import OTHER_SCHEDULE, SCHEDULE
 from tiny_training import RecordingTrainer, make_config, make_dataset, share_of_small_letters
@@ -23,9 +21,10 @@ OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "-
 OPTIONS += ["--kv-cache-memory-bytes", str(2**26), "--max-num-seqs", "16"]
 
 
-def start_server(model, folder, **kwargs):
+def start_server(model, folder, worker_in_core, options=OPTIONS):
+    """A server that answers and has `SCHEDULE`."""
     SCHEDULE.save_pretrained(folder)
-    server = ServerProcess(model, str(folder), folder / "server.log", *OPTIONS, **kwargs)
+    server = ServerProcess(model, str(folder), folder / "server.log", *options, worker_in_core=worker_in_core)
     server.wait()
     return server
 
@@ -49,12 +48,10 @@ def server_config(folder, server, **kwargs):
     return make_config(folder, vllm_mode="server", vllm_server_base_url=server.url, **kwargs)
 
 
-@pytest.fixture(scope="module")
-def trained(server, tiny_qwen3, tmp_path_factory):
-    """Two steps with a change of schedule between them, and an evaluation."""
-    config = server_config(tmp_path_factory.mktemp("trained"), server, max_steps=2, learning_rate=1e-2)
+def train_and_evaluate(model, config):
+    """Train from `SCHEDULE` on, a further step under `OTHER_SCHEDULE`, and evaluate."""
     trainer = RecordingTrainer(
-        tiny_qwen3,
+        model,
         share_of_small_letters,
         config,
         train_dataset=make_dataset(16),
@@ -63,10 +60,16 @@ def trained(server, tiny_qwen3, tmp_path_factory):
     )
     trainer.train()
     trainer.schedule = OTHER_SCHEDULE
-    trainer.args.max_steps = 3
-    trainer.train(resume_from_checkpoint=None)
+    trainer.args.max_steps += 1
+    trainer.train()
     trainer.evaluate()
     return trainer
+
+
+@pytest.fixture(scope="module")
+def trained(server, tiny_qwen3, tmp_path_factory):
+    config = server_config(tmp_path_factory.mktemp("trained"), server, max_steps=2, learning_rate=1e-2)
+    return train_and_evaluate(tiny_qwen3, config)
 
 
 def test_the_engine_in_the_server_computes_what_the_policy_does(trained):
@@ -165,12 +168,8 @@ def test_weights_go_through_a_file_to_a_server_on_the_same_gpu(on_a_gpu, monkeyp
 
 
 def test_two_processes_get_their_own_rows(server_of_workers, tiny_qwen3, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command.append(str(Path(__file__).with_name("two_rank_training.py")))
-    command += [tiny_qwen3, str(tmp_path), server_of_workers.url]
-    environment = {**fresh_environment(), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert finished.returncode == 0, finished.stderr[-4000:]
+    script = Path(__file__).with_name("two_rank_training.py")
+    run_two_processes(str(script), tiny_qwen3, str(tmp_path), server_of_workers.url)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first["num_processes"] == 2
     assert first["completions"] != second["completions"]

@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fresh_process import run_in_a_process, run_two_processes
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_models import SHAPE, tiny_model, tiny_tokenizer
@@ -597,22 +596,9 @@ def test_bf16_policy(tmp_path):
             assert (lower <= exact + 5e-2).all() and (exact <= upper + 5e-2).all()
 
 
-def run_in_a_process(command, **environment):
-    """Run a command with the tests' modules on its path, and return its output."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **environment}
-    # The port and the ranks are this process's own once it has built an engine.
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        environment.pop(name, None)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 def test_two_ranks_measure_together(tiny_qwen3, tmp_path):
     script = Path(__file__).with_name("two_rank_training.py")
-    # On a CPU accelerate's launcher starts several processes through MPI alone; they are the same under torchrun.
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run_in_a_process([*launcher, str(script), tiny_qwen3, str(tmp_path)], ACCELERATE_USE_CPU="true")
+    run_two_processes(str(script), tiny_qwen3, str(tmp_path))
     one, other = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert one["num_processes"] == other["num_processes"] == 2
     assert one["completions"] != other["completions"]
